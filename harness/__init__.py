@@ -1,0 +1,1 @@
+"""Measures any attention backend: workload -> backend -> gate -> timer -> record -> store."""

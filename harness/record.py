@@ -1,0 +1,77 @@
+"""What was measured, as plain data: one record per (case, backend).  Imports nothing heavy, so that old results open on a
+laptop without torch.  Absent is None, never 0.  Samples are stored in time order; statistics are derived from them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+SCHEMA = 1
+
+
+class Outcome(StrEnum):
+    """How a measurement ended.  Only OK and THROTTLED rows carry samples; every other has a reason to act on."""
+
+    OK = "OK"
+    SKIPPED = "SKIPPED"
+    INCORRECT = "INCORRECT"
+    OOM = "OOM"
+    TIMEOUT = "TIMEOUT"
+    CRASHED = "CRASHED"
+    CAPTURE_FAILED = "CAPTURE_FAILED"
+    THROTTLED = "THROTTLED"
+    INVALID = "INVALID"
+
+
+@dataclass
+class Record:
+    """One line of a store.
+
+    key           hash of everything that makes a measurement the same one again (see store.resume_key)
+    case          the cell: level, model, ctx, batch, budget, selection options, shape, contents, seed, device
+    backend       name as the user types it; `resolved` says what really ran (kernels, page size, splits, tensor cores)
+    kv            memory plan: {"plan": "resident" | "layers=k" | "pooled" | "tp=n", "copies": k, "bytes": ..., "note": ...}
+    rounds_ns     one list per round of samples, ns per step of the level (one layer, or one token); time order
+    eager_ns      the same without a graph
+    plan_ns       host time of the library's planning call, once per step, outside `rounds_ns`
+    stages_ns     per stage, ns samples; measured apart, so their sum may exceed the step
+    bytes         analytic bytes per step by part (cost.py); for level token also "weights"
+    gate          what was checked before the time was taken: relative error, tolerance, checks by name
+    """
+
+    key: str
+    time: str
+    command: str
+    case: dict[str, Any]
+    backend: str
+    outcome: Outcome
+    reason: str | None = None
+    backend_version: str | None = None
+    resolved: dict[str, Any] = field(default_factory=dict)
+    kv: dict[str, Any] | None = None
+    timer: str | None = None
+    cache_state: str | None = None
+    rounds_ns: list[list[float]] | None = None
+    eager_ns: list[float] | None = None
+    plan_ns: list[float] | None = None
+    stages_ns: dict[str, list[float]] | None = None
+    stop_reason: str | None = None
+    bytes: dict[str, int] | None = None
+    gate: dict[str, Any] | None = None
+    read_roof_tbps: float | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Record:
+        """A record from parsed JSON; unknown keys of newer schemas are dropped, TypeError if a required one is absent."""
+        known = {f.name for f in fields(cls)}
+        record = cls(**{name: value for name, value in data.items() if name in known})
+        record.outcome = Outcome(record.outcome)
+        return record

@@ -1,0 +1,1 @@
+"""LOCKS: page-local compact key summaries for sparse decode attention, and its rivals.  Knows nothing of the benchmark."""

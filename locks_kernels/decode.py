@@ -1,0 +1,138 @@
+"""The stages composed into one decode step that a CUDA graph can capture.
+
+`LocksDecoder` holds one layer's state; the kernels behind it are one of KERNELS.  Nothing in `step` looks at a device value
+from the host, so a captured step stays right while `seq_lens` and the block table change under it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol
+
+import torch
+
+from locks_kernels import reference
+from locks_kernels.cache import PagedCache, Sequences
+from locks_kernels.shapes import SelectOptions, ShapeError
+
+KERNELS = ("cuda", "triton", "reference")  # best first; each names a class in _STAGES
+_STAGES = {
+    "cuda": "locks_kernels.cuda.stages:CudaStages",
+    "triton": "locks_kernels.portable:TritonStages",
+    "reference": "locks_kernels.decode:ReferenceStages",
+}
+STAGE_NAMES = ("append_finalise", "score", "select", "attend")
+
+
+class Stages(Protocol):
+    """One implementation of the step's stages, with the workspace they share.
+
+    Workspace may be shared by the layers of a model (`share`): it carries nothing from one step to the next.
+    """
+
+    tables: torch.Tensor  # int32 [B, H, K], what `select` wrote last
+
+    def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None) -> None: ...
+
+    @staticmethod
+    def unsupported(cache: PagedCache) -> str | None:
+        """Why this implementation cannot run on this cache's device and shape; None if it can."""
+        ...
+
+    def build(self, page_ids: torch.Tensor) -> None: ...
+    def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+    def score(self, query: torch.Tensor) -> None: ...
+    def select(self) -> None: ...
+    def attend(self, query: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
+class ReferenceStages:
+    """The plain-torch stages; synchronises with the host, so it cannot be captured."""
+
+    def __init__(
+        self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None
+    ) -> None:
+        self.cache, self.sequences, self.options = cache, sequences, options
+
+    @staticmethod
+    def unsupported(cache: PagedCache) -> str | None:
+        return None
+
+    def build(self, page_ids: torch.Tensor) -> None:
+        reference.build(self.cache, page_ids)
+
+    def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        reference.append(self.cache, self.sequences, keys, values)
+        reference.finalise(self.cache, self.sequences)
+
+    def score(self, query: torch.Tensor) -> None:
+        self.scores = reference.score(query, self.cache, self.sequences, self.options.recent_pages)
+
+    def select(self) -> None:
+        combined = reference.combine(self.scores, self.cache.shape.kv_heads, self.options.combine)
+        self.tables = reference.select(combined, self.sequences, self.cache.shape, self.options)
+
+    def attend(self, query: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(reference.attend(query, self.cache, self.sequences, self.tables)[0])
+
+
+def stages_class(kernels: str, cache: PagedCache) -> tuple[str, type[Stages]]:
+    """The named implementation, or the best one this cache's device can run for "auto"; ShapeError says why not."""
+    if kernels != "auto" and kernels not in KERNELS:
+        raise ShapeError(f"kernels {kernels!r} are not known; use auto, {', '.join(KERNELS)}")
+    reasons = []
+    for name in KERNELS if kernels == "auto" else (kernels,):
+        module, attribute = _STAGES[name].split(":")
+        stages: type[Stages] = getattr(importlib.import_module(module), attribute)
+        reason = stages.unsupported(cache)
+        if reason is None:
+            return name, stages
+        reasons.append(f"{name}: {reason}")
+    raise ShapeError("; ".join(reasons))
+
+
+class LocksDecoder:
+    """LOCKS for one layer.  `prefill` once, then `step` per token.
+
+    cache, sequences  the layer's paged cache and the batch's tables (see cache.py)
+    kernels           "auto", "cuda", "triton" or "reference"; `.kernels` tells which one runs
+    share             another layer's decoder whose workspace to use
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        sequences: Sequences,
+        options: SelectOptions,
+        kernels: str = "auto",
+        share: LocksDecoder | None = None,
+    ) -> None:
+        self.cache, self.sequences, self.options = cache, sequences, options
+        self.kernels, stages = stages_class(kernels, cache)
+        self.stages = stages(cache, sequences, options, share.stages if share else None)
+
+    def prefill(self) -> None:
+        """Summarise every complete page that a sequence holds.  Looks at `seq_lens` from the host: not for capture."""
+        complete = (self.sequences.seq_lens // self.cache.shape.page_size)[:, None]
+        logical = torch.arange(self.sequences.max_pages, device=complete.device)
+        self.stages.build(self.sequences.block_table[logical < complete].unique())
+
+    def step(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Append the token at position `seq_lens - 1`, summarise its page if that is now full, and attend.
+
+        query [B, HQ, D], keys and values [B, H, D], out like query.  The caller advances `seq_lens` before (once for all
+        layers).  Sequences of length 0 give zeros.
+        """
+        out = torch.empty_like(query) if out is None else out
+        self.stages.append_finalise(keys, values)
+        self.stages.score(query)
+        self.stages.select()
+        self.stages.attend(query, out)
+        return out
+
+    @property
+    def tables(self) -> torch.Tensor:
+        """Pages attended by the last step, int32 [B, H, K], ascending, -1 behind the last."""
+        return self.stages.tables
