@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.case import Case
+from harness.environment import identity
 from harness.errors import UserError
 from harness.record import Record
 
@@ -32,14 +33,11 @@ def _silent(note: str) -> None:
 def resume_key(
     case: Case, backend: str, version: str | None, environment: dict[str, Any], timer: str | None, cache_state: str | None
 ) -> str:
-    """Hash of everything that makes a measurement the same one again.
-
-    `environment` is that of environment.capture(): commit, dirty flag, kernel sources, driver and device count.  The seed is
-    part of the case.
+    """Hash of everything that makes a measurement the same one again: the case with its seed, the backend and its version,
+    how it is timed, and the machine, driver and source of `environment` (environment.capture()).
     """
-    same = {name: environment.get(name) for name in ("commit", "dirty", "kernel_sources", "driver", "gpu", "cpu")}
-    parts = [asdict(case), backend, version, same, timer, cache_state]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    parts = [asdict(case), backend, version, identity(environment), timer, cache_state]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
 class Store:
