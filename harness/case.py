@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from locks_kernels.shapes import DecodeShape, SelectOptions
+from locks_kernels.shapes import DecodeShape, SelectOptions, ShapeError
 
 Level = Literal["attention", "token"]
 
@@ -50,6 +50,11 @@ class Case:
 
     def shape(self, tensor_parallel: int = 1) -> DecodeShape:
         """Geometry of one layer on one of `tensor_parallel` ranks; ShapeError if the heads do not divide."""
+        if tensor_parallel < 1 or self.model.query_heads % tensor_parallel or self.model.kv_heads % tensor_parallel:
+            raise ShapeError(
+                f"{self.model.name} has {self.model.query_heads} query and {self.model.kv_heads} KV heads, which do not "
+                f"divide over {tensor_parallel} ranks; use --kv tp=n with an n that divides both"
+            )
         return DecodeShape(
             self.model.query_heads // tensor_parallel,
             self.model.kv_heads // tensor_parallel,
