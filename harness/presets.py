@@ -23,8 +23,7 @@ def models() -> dict[str, Model]:
     """All presets by name, in the order of the file."""
     presets = tomllib.loads(MODELS_FILE.read_text())
     return {
-        name: Model(name=name, unsupported=tuple(data.pop("unsupported", {}).items()), **data)
-        for name, data in presets.items()
+        name: Model(name=name, unsupported=tuple(data.pop("unsupported", {}).items()), **data) for name, data in presets.items()
     }
 
 

@@ -1,0 +1,39 @@
+"""`locks-bench`: the subcommands put together, and the one place where errors become text and exit codes."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from bench.doctor import doctor
+from bench.latency import latency
+from bench.listing import list_
+from bench.show import show
+from harness.errors import UserError
+from locks_kernels.shapes import ShapeError
+
+app = typer.Typer(
+    name="locks-bench",
+    help="Trustworthy numbers on LOCKS sparse decode attention against dense rivals.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(latency)
+app.command()(show)
+app.command("list")(list_)
+app.command()(doctor)
+
+
+def main() -> None:
+    """Entry point.  Exit codes: 0 done, 1 a row is not OK under --strict, 2 bad input or a machine that cannot do it."""
+    try:
+        app()
+    except (UserError, ShapeError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""`locks-bench latency`: how long one decode step takes, for every backend, context and batch asked for."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench import arguments, output, sweep
+from harness import backends as known_backends
+from harness.store import Store
+from reports.rows import rows
+from reports.table import NO_CLAIM
+
+
+def latency(
+    ctx: Annotated[str | None, typer.Option(help="Contexts, such as 8K,1M.  [default: 8K,32K,128K; cpu: 2K]")] = None,
+    batch: Annotated[str, typer.Option(help="Batches, such as 1,16.")] = "1",
+    model: Annotated[str, typer.Option(help="Preset of `list`, or a shape HQxHxD such as 32x8x128.")] = "llama-3.1-8b",
+    level: Annotated[str, typer.Option(help="attention: one layer.  token: a whole decode step.")] = "attention",
+    backends: Annotated[
+        str, typer.Option(help="Names of `list`, or all.  [default: fa3,flashinfer,locks; cpu: sdpa,locks]", show_default=False)
+    ] = "default",
+    budget: Annotated[str | None, typer.Option(help="Tokens that LOCKS attends.  [default: 2048; cpu: 512]")] = None,
+    kv: Annotated[str, typer.Option(help="Memory plan: auto, resident, layers=k, pooled, tp=n.")] = "auto",
+    combine: Annotated[str, typer.Option(help="How a group's heads vote: share (paper), peak (author's code).")] = "share",
+    rank: Annotated[int, typer.Option(help="Rank of the page summaries: 2, 4, 8.")] = 8,
+    page_size: Annotated[int, typer.Option(help="Tokens per page: 16, 32, 64.")] = 16,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of contents, page order and order of rounds.")] = 0,
+    store: Annotated[str, typer.Option(metavar="DIR", help="Where records are kept; what it holds is not measured again.")] = (
+        "results"
+    ),
+    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - is stdout.")] = None,
+    time_budget: Annotated[str | None, typer.Option(help="Bound on the whole sweep, such as 10m.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a row is not OK or was left out.")] = False,
+) -> None:
+    """Measure the latency of one decode step."""
+    request = sweep.Request(ctx, batch, model, level, budget, kv, combine, rank, page_size, seed)
+    seconds = arguments.seconds(time_budget, "--time-budget") if time_budget else None
+    output.check_target(json_to)
+    used = sweep.device_of(device)
+    cases = sweep.cases(request, used)
+    chosen = known_backends.resolve(backends, used)
+    records_on_disk = Store(Path(store), output.say)
+    if used == "cpu" and json_to == output.STDOUT:
+        output.say(NO_CLAIM)
+
+    from bench.progress import Progress
+    from harness.run import RunOptions, run_sweep
+
+    options = RunOptions(time_budget_s=seconds, command=shlex.join(["locks-bench", *sys.argv[1:]]))
+    with Progress(len(cases) * len(chosen)) as progress:
+        records = run_sweep(cases, chosen, records_on_disk, options, progress.on_event)
+    output.show_rows(rows(records), json_to)
+    for line in progress.closing_lines(store):
+        output.say(line)
+    if strict and (progress.left_out or any(record.outcome != "OK" for record in records)):
+        raise typer.Exit(1)

@@ -1,0 +1,84 @@
+"""`locks-bench list`: what can be named on the command line.  Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from bench import output
+from harness import backends, presets
+from harness.errors import UserError
+
+
+def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+    """List backends with their availability, and model presets with their geometry."""
+    found, models = backend_rows(), model_rows()
+    if as_json:
+        print(json.dumps({"backends": found, "models": models}, indent=1))
+    else:
+        output.print_wide(Group(_table("Backends", found), _table("Models (--model), or a shape such as 32x8x128", models)))
+
+
+def backend_rows() -> list[dict[str, Any]]:
+    """Every backend, with what it lacks on this machine."""
+    rows = []
+    for name in backends.names():
+        dense = version = None
+        try:
+            kind = backends.load(name)
+            dense, missing = kind.dense, kind().unavailable()
+            version = kind().version() if missing is None else None
+        except UserError as error:  # a plug-in that is broken must not hide the others
+            missing = str(error)
+        rows.append(
+            {
+                "name": name,
+                "kind": None if dense is None else "dense" if dense else "sparse",
+                "version": version,
+                "available": missing is None,
+                "missing": missing,
+            }
+        )
+    return rows
+
+
+def model_rows() -> list[dict[str, Any]]:
+    """Every preset with its geometry."""
+    return [
+        {
+            "name": model.name,
+            "layers": model.layers,
+            "query_heads": model.query_heads,
+            "kv_heads": model.kv_heads,
+            "group": model.query_heads // model.kv_heads,
+            "head_dim": model.head_dim,
+            "hidden": model.hidden,
+            "mlp": model.mlp,
+            "vocabulary": model.vocabulary,
+            "levels": [level for level in ("attention", "token") if level not in dict(model.unsupported)],
+        }
+        for model in presets.models().values()
+    ]
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for name, value in rows[0].items():
+        table.add_column(name.replace("_", " "), justify="right" if isinstance(value, int) and value > 1 else "left")
+    for row in rows:
+        table.add_row(*(escape(_cell(value)) for value in row.values()))
+    return table
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "-" if value is None else str(value)

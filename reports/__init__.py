@@ -1,0 +1,1 @@
+"""Records -> flat rows -> tables.  Never prints, imports no torch."""

@@ -1,0 +1,116 @@
+"""Records -> flat rows: one dict per record with everything a reader compares.  All statistics are derived here.
+
+Units are in the names; absent is None.  A row whose outcome is neither OK nor THROTTLED has no number at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from harness.record import Outcome, Record
+from harness.stats import median_interval
+from locks_kernels.cost import kv_bytes
+
+Row = dict[str, Any]
+TIMED = (Outcome.OK, Outcome.THROTTLED)
+WARM = ("hot", "warm")  # states in which a kernel may find its data in the L2 cache: never a headline
+
+
+def rows(records: Iterable[Record]) -> list[Row]:
+    """One row per record, in the order given, each compared with the best dense backend of its own case and machine."""
+    records = list(records)
+    dense: dict[str, list[Row]] = defaultdict(list)
+    result = [_row(record) for record in records]
+    for record, row in zip(records, result, strict=True):
+        if record.outcome is Outcome.OK and record.resolved.get("dense"):
+            dense[_comparable(record)].append(row)
+    for record, row in zip(records, result, strict=True):
+        if record.outcome is Outcome.OK and (rivals := dense[_comparable(record)]):
+            _compare(row, min(rivals, key=lambda rival: rival["latency_us"]))
+    return result
+
+
+def _row(record: Record) -> Row:
+    case, timed = record.case, record.outcome in TIMED
+    median_ns, interval_ns = median_interval(record.rounds_ns) if timed and record.rounds_ns else (None, None)
+    parts = record.bytes if timed else None
+    device = case["device"]
+    stages = {name: median(samples) / 1e3 for name, samples in (record.stages_ns or {}).items()} if timed else {}
+    return {
+        "level": case["level"],
+        "model": case["model"]["name"],
+        "ctx": case["ctx"],
+        "batch": case["batch"],
+        "budget": case["select"]["budget_tokens"],
+        "backend": record.backend,
+        "outcome": str(record.outcome),
+        "reason": record.reason,
+        "kv": record.kv,
+        "latency_us": median_ns and median_ns / 1e3,
+        "latency_ci95_us": interval_ns and [bound / 1e3 for bound in interval_ns],
+        "bytes": parts,
+        "kv_bytes_per_step": kv_bytes(parts) if parts else None,
+        "bandwidth_tbps": sum(parts.values()) / median_ns / 1e3 if parts and median_ns else None,
+        "tokens_per_s": _tokens_per_s(case, median_ns) if median_ns else None,
+        "speedup_vs_best_dense": None,
+        "best_dense": None,
+        "flags": [],
+        "performance_claim": device == "cuda" and record.outcome is Outcome.OK and record.cache_state not in WARM,
+        "command": record.command,
+        "device": device,
+        "machine": _machine(record),
+        "cache_state": record.cache_state,
+        "timer": record.timer,
+        "backend_version": record.backend_version,
+        "resolved": record.resolved,
+        "stages_us": stages or None,
+        "stage_floors_us": _floors(record, stages) or None,
+        "eager_us": median(record.eager_ns) / 1e3 if timed and record.eager_ns else None,
+        "plan_us": median(record.plan_ns) / 1e3 if timed and record.plan_ns else None,
+        "read_roof_tbps": record.read_roof_tbps,
+        "gate": record.gate,
+        "stop_reason": record.stop_reason,
+        "rounds": len(record.rounds_ns) if timed and record.rounds_ns else None,
+        "commit": record.environment.get("commit"),
+        "time": record.time,
+    }
+
+
+def _compare(row: Row, rival: Row) -> None:
+    row["best_dense"] = rival["backend"]
+    row["speedup_vs_best_dense"] = speedup = rival["latency_us"] / row["latency_us"]
+    if row["bytes"] and rival["bytes"]:
+        ratio = sum(rival["bytes"].values()) / sum(row["bytes"].values())
+        # Both within a percent of the roof is possible, beyond that one of the two numbers is wrong.
+        if speedup > 1.01 * ratio and row["backend"] != rival["backend"]:
+            row["flags"].append(f"speed-up {speedup:.2f} is above the byte ratio {ratio:.2f} to {rival['backend']}")
+
+
+def _comparable(record: Record) -> str:
+    """Records with the same text did the same work on the same machine under the same timer."""
+    case = {name: value for name, value in record.case.items() if name != "kv"}
+    plan = (record.kv or {}).get("plan") or ""
+    share = plan if plan.startswith("tp=") else None
+    return json.dumps([case, share, _machine(record), record.timer], sort_keys=True)
+
+
+def _machine(record: Record) -> str | None:
+    """Name of the device that ran it."""
+    device = record.environment.get("gpu") or record.environment.get("cpu") or {}
+    return device.get("name")
+
+
+def _tokens_per_s(case: dict[str, Any], median_ns: float) -> float:
+    """Tokens of the whole batch per second.  At level attention: the ceiling that attention alone sets, all layers."""
+    layers = case["model"]["layers"] if case["level"] == "attention" else 1
+    return case["batch"] * 1e9 / (layers * median_ns)
+
+
+def _floors(record: Record, stages: dict[str, float]) -> dict[str, float]:
+    """Least time of each stage in us: its bytes at the read roof measured in the same run."""
+    parts, roof = record.resolved.get("stage_bytes") or {}, record.read_roof_tbps
+    return {name: parts[name] / roof / 1e6 for name in stages if name in parts} if roof else {}

@@ -1,0 +1,127 @@
+"""Rows -> rich tables for a terminal.  Returns what is to be shown; printing is the caller's business."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from reports.rows import WARM, Row
+
+NO_CLAIM = "Measured on a CPU: these rows show that everything runs and is right. They are no performance claim."
+ATTENTION_TOKENS = "tok/s of level attention: the ceiling that attention alone sets, all layers of the model."
+
+
+def short_size(tokens: int) -> str:
+    """Tokens as they are typed: 8192 -> "8K" (1024-based)."""
+    for suffix, factor in (("M", 1024 * 1024), ("K", 1024)):
+        if tokens % factor == 0:
+            return f"{tokens // factor}{suffix}"
+    return str(tokens)
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits or more, never an exponent; absent is a dash."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{1 if abs(value) >= 100 else 2}f}"
+
+
+def _interval(row: Row) -> str:
+    interval = row["latency_ci95_us"]
+    return f"{_number(row['latency_us'])} [{', '.join(map(_number, interval))}]" if interval else _number(row["latency_us"])
+
+
+def _bandwidth_share(row: Row) -> str:
+    speed, roof = row["bandwidth_tbps"], row["read_roof_tbps"]
+    return f"{100 * speed / roof:.0f}" if speed is not None and roof else "-"
+
+
+def _backend(row: Row) -> str:
+    kernels = row["resolved"].get("kernels")
+    return f"{row['backend']} ({kernels})" if kernels and kernels != row["backend"] else row["backend"]
+
+
+def _speedup(row: Row) -> str:
+    speedup = row["speedup_vs_best_dense"]
+    return "-" if speedup is None else f"{speedup:.2f}x{' !' if row['flags'] else ''}"
+
+
+def _megabytes(bytes_: int | None) -> str:
+    return "-" if bytes_ is None else _number(bytes_ / 1e6)
+
+
+COLUMNS: tuple[tuple[str, Callable[[Row], str], bool], ...] = (  # heading, cell, right-aligned
+    ("model", lambda row: row["model"], False),
+    ("level", lambda row: row["level"], False),
+    ("ctx", lambda row: short_size(row["ctx"]), True),
+    ("batch", lambda row: str(row["batch"]), True),
+    ("budget", lambda row: short_size(row["budget"]), True),
+    ("backend", _backend, False),
+    ("outcome", lambda row: row["outcome"], False),
+    ("latency us [95 %]", _interval, True),
+    ("vs dense", _speedup, True),
+    ("KV MB", lambda row: _megabytes(row["kv_bytes_per_step"]), True),
+    ("TB/s", lambda row: _number(row["bandwidth_tbps"]), True),
+    ("% roof", _bandwidth_share, True),
+    ("tok/s", lambda row: _number(row["tokens_per_s"]), True),
+    ("kv plan", lambda row: (row["kv"] or {}).get("plan") or "-", False),
+)
+
+
+def latency_report(rows: Iterable[Row]) -> RenderableType:
+    """The table of rows, the stages where they were measured, and the reason of every row that is not OK."""
+    rows = list(rows)
+    parts: list[RenderableType] = [_latency_table(rows)]
+    if any(row["stages_us"] for row in rows):
+        parts.append(_stage_table(rows))
+    parts += [Text(line) for line in _notes(rows)]
+    return Group(*parts)
+
+
+def _latency_table(rows: list[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=", ".join(sorted({row["machine"] or "unknown machine" for row in rows})))
+    for heading, _, right in COLUMNS:
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before and _cell(before) != _cell(row):
+            table.add_section()
+        table.add_row(*(escape(cell(row)) for _, cell, _ in COLUMNS), style=None if row["outcome"] == "OK" else "yellow")
+    return table
+
+
+def _stage_table(rows: list[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Stages, measured one by one (floor: bytes at the measured read roof)")
+    for heading in ("ctx", "batch", "backend", "stage", "us", "floor us", "x floor"):
+        table.add_column(heading, justify="left" if heading in ("backend", "stage") else "right", no_wrap=True)
+    for row in rows:
+        for stage, time in (row["stages_us"] or {}).items():
+            floor = (row["stage_floors_us"] or {}).get(stage)
+            ratio = _number(time / floor) if floor else "-"
+            cells = short_size(row["ctx"]), str(row["batch"]), _backend(row), stage
+            table.add_row(*map(escape, cells), _number(time), _number(floor), ratio)
+    return table
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    lines = [f"{_where(row)}: {row['outcome']}: {row['reason'] or 'no reason given'}" for row in rows if row["outcome"] != "OK"]
+    lines += [f"! {_where(row)}: {flag}" for row in rows for flag in row["flags"]]
+    plans = [row["kv"]["note"] for row in rows if row["cache_state"] in (*WARM, "pooled") and (row["kv"] or {}).get("note")]
+    lines += dict.fromkeys(plans)
+    if any(row["level"] == "attention" and row["tokens_per_s"] for row in rows):
+        lines.append(ATTENTION_TOKENS)
+    if any(row["device"] == "cpu" for row in rows):
+        lines.append(NO_CLAIM)
+    return lines
+
+
+def _cell(row: Row) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("model", "level", "ctx", "batch", "budget"))
+
+
+def _where(row: Row) -> str:
+    return f"{row['model']} {row['level']} {short_size(row['ctx'])} x {row['batch']} {row['backend']}"
