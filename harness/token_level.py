@@ -1,0 +1,71 @@
+"""Level `token`: from a case and a backend's attention launches to one launch that decodes a token per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from harness.level import LevelLaunch
+from harness.model import AttentionSite, TokenStep
+from harness.weights import RankGeometry, Weights, random_weights, weight_bytes
+from locks_kernels import layer_ops
+from locks_kernels.cache import TORCH_DTYPE
+
+if TYPE_CHECKING:
+    from harness.backend import Backend, Launch
+    from harness.case import Case
+    from harness.workload import Workload
+
+
+_held: dict[tuple[RankGeometry, str, torch.device, int], Weights] = {}
+
+
+def shared_weights(geometry: RankGeometry, dtype: str, device: torch.device, seed: int) -> Weights:
+    """The weights of the case at hand, built once for all its backends; those of the case before are given up first."""
+    key = (geometry, dtype, device, seed)
+    if key not in _held:
+        release_weights()
+        _held[key] = random_weights(geometry, TORCH_DTYPE[dtype], device, seed)
+    return _held[key]
+
+
+def release_weights() -> None:
+    """Give up the weights of the last case, so that their memory can serve another."""
+    _held.clear()
+
+
+def token_launch(case: Case, workload: Workload, backend: Backend, launches: Sequence[Launch]) -> LevelLaunch:
+    """One decode step of `case.model` with `launches[copy]` as the attention of layers copy, copy + copies, ...
+
+    The rank's share of the model follows from the heads of the workload.  A backend with `appends` writes the new token
+    into its cache by itself; for the others the kernel that rotates the new key does.  UserError if the preset has no
+    token level.
+    """
+    queries = workload.queries[0]
+    tensor_parallel = case.model.query_heads // queries.shape[1]
+    geometry = RankGeometry(case.model, tensor_parallel)
+    weights = shared_weights(geometry, case.dtype, queries.device, case.seed)
+    appends = getattr(backend, "appends", False)
+    sites = [
+        AttentionSite(
+            workload.queries[copy],
+            workload.new_keys[copy],
+            workload.new_values[copy],
+            None if appends else workload.caches[copy],
+            launch,
+        )
+        for copy, launch in enumerate(launches)
+    ]
+    step = TokenStep(weights, sites, workload.sequences, _ops(queries.device))
+    return LevelLaunch(step, 1, weight_bytes(case.model, case.batch, tensor_parallel, case.dtype))
+
+
+def _ops(device: torch.device) -> ModuleType:
+    if device.type == "cpu":
+        return layer_ops
+    from locks_kernels import layer_triton
+
+    return layer_triton
