@@ -64,7 +64,7 @@ class TokenStep:
             ops.rotate_and_place(
                 self._qkv, self._rope, layer.query_gain, layer.key_gain, site.queries, site.keys, site.values, append
             )
-            ops.linear_add(site.attend().flatten(1), layer.output, hidden)
+            ops.linear_add(site.attend().flatten(1).contiguous(), layer.output, hidden)
             ops.norm_gate_up(hidden, layer.mlp_gain, layer.gate_up, self._mlp)
             ops.linear_add(self._mlp, layer.down, hidden)
         ops.norm_linear(hidden, weights.final_gain, weights.head, None, self.logits)

@@ -40,21 +40,19 @@ def release_weights() -> None:
 def token_launch(case: Case, workload: Workload, backend: Backend, launches: Sequence[Launch]) -> LevelLaunch:
     """One decode step of `case.model` with `launches[copy]` as the attention of layers copy, copy + copies, ...
 
-    The rank's share of the model follows from the heads of the workload.  A backend with `appends` writes the new token
-    into its cache by itself; for the others the kernel that rotates the new key does.  UserError if the preset has no
-    token level.
+    The rank's share of the model follows from the heads of the workload.  A backend that `writes_cache` appends the new
+    token by itself; for the others the kernel that rotates the new key does.
     """
     queries = workload.queries[0]
     tensor_parallel = case.model.query_heads // queries.shape[1]
     geometry = RankGeometry(case.model, tensor_parallel)
     weights = shared_weights(geometry, case.dtype, queries.device, case.seed)
-    appends = getattr(backend, "appends", False)
     sites = [
         AttentionSite(
             workload.queries[copy],
             workload.new_keys[copy],
             workload.new_values[copy],
-            None if appends else workload.caches[copy],
+            None if backend.writes_cache else workload.caches[copy],
             launch,
         )
         for copy, launch in enumerate(launches)
