@@ -29,6 +29,7 @@ def latency(
     combine: Annotated[str, typer.Option(help="How a group's heads vote: share (paper), peak (author's code).")] = "share",
     rank: Annotated[int, typer.Option(help="Rank of the page summaries: 2, 4, 8.")] = 8,
     page_size: Annotated[int, typer.Option(help="Tokens per page: 16, 32, 64.")] = 16,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of contents, page order and order of rounds.")] = 0,
     store: Annotated[str, typer.Option(metavar="DIR", help="Where records are kept; what it holds is not measured again.")] = (
@@ -39,7 +40,7 @@ def latency(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a row is not OK or was left out.")] = False,
 ) -> None:
     """Measure the latency of one decode step."""
-    request = sweep.Request(ctx, batch, model, level, budget, kv, combine, rank, page_size, seed)
+    request = sweep.Request(ctx, batch, model, level, budget, kv, combine, rank, page_size, dtype, seed)
     seconds = arguments.seconds(time_budget, "--time-budget") if time_budget else None
     output.check_target(json_to)
     used = sweep.device_of(device)

@@ -31,6 +31,7 @@ class Request:
     combine: str
     rank: int
     page_size: int
+    dtype: str
     seed: int
 
 
@@ -54,6 +55,7 @@ def cases(request: Request, device: Device) -> list[Case]:
                 select=select,
                 page_size=request.page_size,
                 rank=request.rank,
+                dtype=request.dtype,
                 kv=request.kv,
                 seed=request.seed,
                 device=device,

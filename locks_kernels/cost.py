@@ -25,9 +25,7 @@ def locks_bytes(shape: DecodeShape, options: SelectOptions, tokens: int, batch: 
     each record, which the kernels read along.
     """
     layout = RecordLayout.of(shape)
-    pages = shape.pages(tokens)
-    kept = min(options.kept_pages(shape.page_size), pages)
-    scored = max(pages - options.recent_pages, 0) if pages > kept else 0
+    scored, kept = _scored_and_kept(shape, options, tokens)
     units = batch * shape.kv_heads
     attended = min(kept * shape.page_size, tokens)
     return {
@@ -37,6 +35,25 @@ def locks_bytes(shape: DecodeShape, options: SelectOptions, tokens: int, batch: 
         "scores": 2 * batch * shape.query_heads * scored * SCORE_BYTES,
         "page_table": (batch * scored + 2 * units * kept) * TABLE_ENTRY_BYTES,
     }
+
+
+def locks_stage_bytes(shape: DecodeShape, options: SelectOptions, tokens: int, batch: int) -> dict[str, int]:
+    """The same bytes by the stage that moves them.  `append_finalise` is left out: what it moves depends on the token."""
+    parts = locks_bytes(shape, options, tokens, batch)
+    scored, kept = _scored_and_kept(shape, options, tokens)
+    kept_table = batch * shape.kv_heads * kept * TABLE_ENTRY_BYTES
+    return {
+        "score": parts["summary"] + parts["summary_padding"] + parts["scores"] // 2 + batch * scored * TABLE_ENTRY_BYTES,
+        "select": parts["scores"] // 2 + kept_table,
+        "attend": parts["selected_kv"] + kept_table,
+    }
+
+
+def _scored_and_kept(shape: DecodeShape, options: SelectOptions, tokens: int) -> tuple[int, int]:
+    """Pages of one sequence that are scored (none if all are kept anyway), and pages that are attended."""
+    pages = shape.pages(tokens)
+    kept = min(options.kept_pages(shape.page_size), pages)
+    return (max(pages - options.recent_pages, 0) if pages > kept else 0), kept
 
 
 def kv_bytes(parts: dict[str, int]) -> int:

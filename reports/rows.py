@@ -36,7 +36,7 @@ def rows(records: Iterable[Record]) -> list[Row]:
 
 def _row(record: Record) -> Row:
     case, timed = record.case, record.outcome in TIMED
-    median_ns, interval_ns = median_interval(record.rounds_ns) if timed and record.rounds_ns else (None, None)
+    latency_ns, interval_ns = median_interval(record.rounds_ns) if timed and record.rounds_ns else (None, None)
     parts = record.bytes if timed else None
     device = case["device"]
     stages = {name: median(samples) / 1e3 for name, samples in (record.stages_ns or {}).items()} if timed else {}
@@ -50,12 +50,12 @@ def _row(record: Record) -> Row:
         "outcome": str(record.outcome),
         "reason": record.reason,
         "kv": record.kv,
-        "latency_us": median_ns and median_ns / 1e3,
-        "latency_ci95_us": interval_ns and [bound / 1e3 for bound in interval_ns],
+        "latency_us": latency_ns / 1e3 if latency_ns else None,
+        "latency_ci95_us": [bound / 1e3 for bound in interval_ns] if interval_ns else None,
         "bytes": parts,
         "kv_bytes_per_step": kv_bytes(parts) if parts else None,
-        "bandwidth_tbps": sum(parts.values()) / median_ns / 1e3 if parts and median_ns else None,
-        "tokens_per_s": _tokens_per_s(case, median_ns) if median_ns else None,
+        "bandwidth_tbps": sum(parts.values()) / latency_ns / 1e3 if parts and latency_ns else None,
+        "tokens_per_s": _tokens_per_s(case, latency_ns) if latency_ns else None,
         "speedup_vs_best_dense": None,
         "best_dense": None,
         "flags": [],
@@ -104,10 +104,10 @@ def _machine(record: Record) -> str | None:
     return device.get("name")
 
 
-def _tokens_per_s(case: dict[str, Any], median_ns: float) -> float:
+def _tokens_per_s(case: dict[str, Any], latency_ns: float) -> float:
     """Tokens of the whole batch per second.  At level attention: the ceiling that attention alone sets, all layers."""
     layers = case["model"]["layers"] if case["level"] == "attention" else 1
-    return case["batch"] * 1e9 / (layers * median_ns)
+    return case["batch"] * 1e9 / (layers * latency_ns)
 
 
 def _floors(record: Record, stages: dict[str, float]) -> dict[str, float]:

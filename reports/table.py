@@ -25,9 +25,11 @@ def short_size(tokens: int) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three significant digits or more, never an exponent; absent is a dash."""
+    """Three significant digits or more, never an exponent; absent is a dash, and what is not 0 does not look like it."""
     if value is None:
         return "-"
+    if 0 < value < 0.005:
+        return "<0.01"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{1 if abs(value) >= 100 else 2}f}"
 
 
