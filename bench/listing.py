@@ -13,7 +13,7 @@ from rich.table import Table
 
 from bench import output
 from harness import backends, presets
-from harness.errors import UserError
+from harness.libraries import BY_BACKEND
 
 
 def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
@@ -26,26 +26,24 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inste
 
 
 def backend_rows() -> list[dict[str, Any]]:
-    """Every backend, with what it lacks on this machine."""
+    """Every backend, with the library behind it and what is missing on this machine."""
     rows = []
     for name in backends.names():
-        dense = version = None
-        try:
-            kind = backends.load(name)
-            dense, missing = kind.dense, kind().unavailable()
-            version = kind().version() if missing is None else None
-        except UserError as error:  # a plug-in that is broken must not hide the others
-            missing = str(error)
-        rows.append(
-            {
-                "name": name,
-                "kind": None if dense is None else "dense" if dense else "sparse",
-                "version": version,
-                "available": missing is None,
-                "missing": missing,
-            }
-        )
+        if library := BY_BACKEND.get(name):
+            package, version, missing = library.package, library.version(), library.missing()
+        else:
+            package, version, missing = _ask_plug_in(name)
+        rows.append({"name": name, "library": package, "version": version, "available": missing is None, "missing": missing})
     return rows
+
+
+def _ask_plug_in(name: str) -> tuple[str | None, str | None, str | None]:
+    """Library, version and what is missing of a backend that came with another package; it may import what it likes."""
+    try:
+        backend = backends.load(name)()
+        return None, backend.version(), backend.unavailable()
+    except Exception as error:  # a broken plug-in must not hide the others
+        return None, None, str(error)
 
 
 def model_rows() -> list[dict[str, Any]]:
