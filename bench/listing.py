@@ -13,7 +13,7 @@ from rich.table import Table
 
 from bench import output
 from harness import backends, presets
-from harness.libraries import BY_BACKEND
+from harness.libraries import BY_BACKEND, Library
 
 
 def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
@@ -29,12 +29,14 @@ def backend_rows() -> list[dict[str, Any]]:
     """Every backend, with the library behind it and what is missing on this machine."""
     rows = []
     for name in backends.names():
-        if library := BY_BACKEND.get(name):
-            package, version, missing = library.package, library.version(), library.missing()
-        else:
-            package, version, missing = _ask_plug_in(name)
+        library = BY_BACKEND.get(name)
+        package, version, missing = _installed(library) if library else _ask_plug_in(name)
         rows.append({"name": name, "library": package, "version": version, "available": missing is None, "missing": missing})
     return rows
+
+
+def _installed(library: Library) -> tuple[str | None, str | None, str | None]:
+    return library.package, library.version(), library.missing()
 
 
 def _ask_plug_in(name: str) -> tuple[str | None, str | None, str | None]:
