@@ -55,7 +55,11 @@ def latency(
 
     options = RunOptions(time_budget_s=seconds, command=shlex.join(["locks-bench", *sys.argv[1:]]))
     with Progress(len(cases) * len(chosen)) as progress:
-        records = run_sweep(cases, chosen, records_on_disk, options, progress.on_event)
+        try:
+            records = run_sweep(cases, chosen, records_on_disk, options, progress.on_event)
+        except KeyboardInterrupt:
+            output.say(f"stopped; what was measured is in {store}, and the same command goes on from there")
+            raise
     output.show_rows(rows(records), json_to)
     for line in progress.closing_lines(store):
         output.say(line)

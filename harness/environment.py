@@ -15,6 +15,7 @@ from typing import Any
 SOURCE = Path(__file__).resolve().parents[1]
 # Only these decide what a measurement does: an edited README or a record added beside them is not a dirty tree.
 MEASURED_PATHS = ("locks_kernels", "harness", "profiles", "pyproject.toml")
+COMMIT_VARIABLE = "LOCKS_BENCH_COMMIT"
 LIBRARIES = {
     "torch": "torch",
     "triton": "triton",
@@ -111,9 +112,14 @@ def version(package: str) -> str | None:
 
 @cache
 def source() -> dict[str, Any]:
-    """Commit and dirty flag of the checkout (None for an installed copy) and the hash of the kernels' sources."""
+    """Commit and dirty flag of the checkout (None for an installed copy) and the hash of the kernels' sources.
+
+    A copy without its repository, as in a container, may be told: LOCKS_BENCH_COMMIT=<hash> or <hash>-dirty.
+    """
     commit = dirty = None
-    if _git("rev-parse", "--show-toplevel") == str(SOURCE):  # else an installed copy inside somebody else's repository
+    if told := os.environ.get(COMMIT_VARIABLE):
+        commit, dirty = told.removesuffix("-dirty"), told.endswith("-dirty")
+    elif _git("rev-parse", "--show-toplevel") == str(SOURCE):  # else an installed copy inside somebody else's repository
         commit = _git("rev-parse", "HEAD")
         changes = _git("status", "--porcelain", "--", *MEASURED_PATHS)
         dirty = None if changes is None else bool(changes)
