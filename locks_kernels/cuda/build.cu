@@ -1,0 +1,310 @@
+// Build: the rank-R spectral summary of complete pages; and append + finalise, the same for the page a new token fills.
+//
+// The keys are read once from memory (a second time from the first-level cache).  A warp works on UNITS pages of one KV head:
+//  1. Gram matrix of the PAGE keys by tensor cores, centred afterwards in fp32 (rows and columns minus their means).
+//  2. Its eigenvectors by one-sided Jacobi: one lane holds one column, lane and lane ^ m rotate against each other for
+//     m = 1 ... PAGE - 1 (every pair once a sweep, no data moves), until a sweep found every pair orthogonal to 1e-3 before
+//     its rotation.  The columns end as lambda * u.
+//  3. C = U sqrt(lambda) and V = D^T U / sqrt(lambda), the latter by tensor cores with U split in two 16-bit halves.
+//  4. Quantised as reference.quantise does, and packed.
+#include "common.cuh"
+
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int LANES = PAGE == 16 ? 16 : 32;  // lanes of one page: one per column
+constexpr int UNITS = 32 / LANES;
+constexpr int TILES = PAGE / 16;
+constexpr int MAX_SWEEPS = 10;
+static_assert(PAGE <= 32, "a column per lane");
+
+struct Scratch {
+    float gram[UNITS][PAGE][PAGE + 1];
+    float row_mean[UNITS][PAGE];
+    float vectors[UNITS][R][PAGE];
+    float singular[UNITS][R], vector_sum[UNITS][R];
+    float mean[D];
+};
+
+__device__ __forceinline__ float group_sum(float x) {
+#pragma unroll
+    for (int apart = LANES / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(ALL_LANES, x, apart);
+    return x;
+}
+__device__ __forceinline__ float scale_of(float largest, float bound) { return round_bf16(fmaxf(largest / bound, 1e-8f)); }
+__device__ __forceinline__ int quantise(float x, float scale, int lowest, int highest) {
+    return min(max(__float2int_rn(x / scale), lowest), highest);
+}
+__device__ __forceinline__ uint32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ void gram_matrix(float (&gram)[PAGE][PAGE + 1], const uint16* keys, int64 token_stride, int row, int quad) {
+    float c[TILES][2 * TILES][4] = {};
+#pragma unroll
+    for (int chunk = 0; chunk < D / 32; ++chunk) {
+        uint4 k[2 * TILES];
+#pragma unroll
+        for (int block = 0; block < 2 * TILES; ++block)
+            k[block] = *reinterpret_cast<const uint4*>(keys + (8 * block + row) * token_stride + 32 * chunk + 8 * quad);
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+            for (int j = 0; j < 2 * TILES; ++j) {
+                mma(c[i][j], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, k[j].x, k[j].y);
+                mma(c[i][j], k[2 * i].z, k[2 * i + 1].z, k[2 * i].w, k[2 * i + 1].w, k[j].z, k[j].w);
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int j = 0; j < 2 * TILES; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) gram[16 * i + row + e / 2 * 8][8 * j + 2 * quad + e % 2] = c[i][j][e];
+}
+
+// Leaves the R leading eigenvectors of each unit's centred Gram matrix in scratch, largest first.
+__device__ __forceinline__ void eigenvectors(Scratch& scratch, int unit, int column, bool live) {
+    float w[PAGE];
+    float mean = 0.f;
+#pragma unroll
+    for (int i = 0; i < PAGE; ++i) {
+        w[i] = live ? scratch.gram[unit][i][column] : 0.f;
+        mean += w[i] * (1.f / PAGE);
+    }
+    const float total = group_sum(mean) * (1.f / PAGE);
+    scratch.row_mean[unit][column] = mean;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < PAGE; ++i) w[i] += total - mean - scratch.row_mean[unit][i];
+
+    float norm = 0.f, floor = 0.f;  // of a column: lambda squared once converged
+    for (int sweep = 0; sweep < MAX_SWEEPS; ++sweep) {
+        norm = 0.f;
+#pragma unroll
+        for (int i = 0; i < PAGE; ++i) norm = fmaf(w[i], w[i], norm);
+        floor = group_sum(norm) * 1e-12f;
+        bool moved = false;
+#pragma unroll 1
+        for (int m = 1; m < LANES; ++m) {
+            float other[PAGE], dot0 = 0.f, dot1 = 0.f;
+#pragma unroll
+            for (int i = 0; i < PAGE; i += 2) {
+                other[i] = __shfl_xor_sync(ALL_LANES, w[i], m);
+                other[i + 1] = __shfl_xor_sync(ALL_LANES, w[i + 1], m);
+                dot0 = fmaf(w[i], other[i], dot0);
+                dot1 = fmaf(w[i + 1], other[i + 1], dot1);
+            }
+            const float dot = dot0 + dot1, other_norm = __shfl_xor_sync(ALL_LANES, norm, m);
+            const bool counts = fminf(norm, other_norm) > floor;
+            const float cosine2 = dot * dot, bound = norm * other_norm;
+            moved |= counts && cosine2 > 1e-6f * bound;
+            if (counts && cosine2 > 1e-14f * bound) {
+                // both lanes use the same numbers with opposite signs, so their tangents are exact opposites
+                const float zeta = (other_norm - norm) / (2.f * dot);
+                const float sign = zeta > 0.f || (zeta == 0.f && column < (column ^ m)) ? 1.f : -1.f;
+                const float tangent = sign / (fabsf(zeta) + sqrtf(fmaf(zeta, zeta, 1.f)));
+                const float cosine = rsqrtf(fmaf(tangent, tangent, 1.f)), sine = cosine * tangent;
+#pragma unroll
+                for (int i = 0; i < PAGE; ++i) w[i] = cosine * w[i] - sine * other[i];
+                norm -= tangent * dot;
+            }
+        }
+        if (!__any_sync(ALL_LANES, moved)) break;
+    }
+    norm = 0.f;
+#pragma unroll
+    for (int i = 0; i < PAGE; ++i) norm = fmaf(w[i], w[i], norm);
+    int place = 0;
+    for (int j = 0; j < LANES; ++j) {
+        const float other = __shfl_sync(ALL_LANES, norm, j, LANES);
+        place += other > norm || (other == norm && j < column);
+    }
+    if (place < R) {
+        const bool real = norm > floor && norm > 0.f;
+        const float inverse = real ? rsqrtf(norm) : 0.f;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < PAGE; ++i) {
+            const float u = w[i] * inverse;
+            scratch.vectors[unit][place][i] = u;
+            sum += u;
+        }
+        scratch.vector_sum[unit][place] = sum;
+        scratch.singular[unit][place] = real ? sqrtf(sqrtf(norm)) : 0.f;
+    }
+    __syncwarp();
+}
+
+// One lane per token.
+__device__ __forceinline__ void store_coefficients(const Scratch& scratch, int unit, int token, uint8* record) {
+    float values[R], largest = 0.f;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+        values[r] = scratch.vectors[unit][r][token] * scratch.singular[unit][r];
+        largest = fmaxf(largest, fabsf(values[r]));
+    }
+    const float scale = scale_of(largest, 127.f);
+#pragma unroll
+    for (int r = 0; r < R; r += 2) {
+        const int low = quantise(values[r], scale, -127, 127), high = quantise(values[r + 1], scale, -127, 127);
+        *reinterpret_cast<uint16*>(record + COEFFICIENTS_AT + token * R + r) = static_cast<uint16>((low & 0xff) | (high & 0xff) << 8);
+    }
+    *reinterpret_cast<uint16*>(record + COEFFICIENT_SCALE_AT + 2 * token) = static_cast<uint16>(__float_as_uint(scale) >> 16);
+}
+
+// Centroid and basis, the whole warp for one page.  Lane (row, quad) reads channels 64 c + 8 row ... + 7 of tokens 2 quad, + 1,
+// + 8, + 9 of a tile, and gets basis vector `row` at channels 64 c + 16 quad ... + 15.
+__device__ __forceinline__ void store_basis(Scratch& scratch, int unit, const uint16* keys, int64 token_stride, uint8* record, int row,
+                                            int quad) {
+    uint32 a[TILES][4];
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* u = &scratch.vectors[unit][row < R ? row : 0][16 * tile + 8 * half + 2 * quad];
+            const float u0 = row < R ? u[0] : 0.f, u1 = row < R ? u[1] : 0.f;
+            a[tile][2 * half] = pack(u0, u1);
+            a[tile][2 * half + 1] = pack(u0 - low_of(a[tile][2 * half]), u1 - high_of(a[tile][2 * half]));
+        }
+    float basis[D / 64][16], means[D / 64][8], largest_mean = 0.f;
+#pragma unroll
+    for (int chunk = 0; chunk < D / 64; ++chunk) {
+        float c[8][4] = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) means[chunk][i] = 0.f;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) {
+            uint4 k[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                k[i] = *reinterpret_cast<const uint4*>(keys + (16 * tile + 2 * quad + i % 2 + i / 2 * 8) * token_stride + 64 * chunk + 8 * row);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int pick = i % 2 ? 0x7632 : 0x5410;
+                const uint32 b0 = __byte_perm(word_of(k[0], i / 2), word_of(k[1], i / 2), pick);
+                const uint32 b1 = __byte_perm(word_of(k[2], i / 2), word_of(k[3], i / 2), pick);
+                mma(c[i], a[tile][0], a[tile][1], a[tile][2], a[tile][3], b0, b1);
+                means[chunk][i] += low_of(b0) + high_of(b0) + low_of(b1) + high_of(b1);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            means[chunk][i] = quad_sum(means[chunk][i]) * (1.f / PAGE);
+            largest_mean = fmaxf(largest_mean, fabsf(means[chunk][i]));
+            basis[chunk][i] = c[i][0] + c[i][2];
+            basis[chunk][8 + i] = c[i][1] + c[i][3];
+            if (quad == 0) scratch.mean[64 * chunk + 8 * row + i] = means[chunk][i];
+        }
+    }
+#pragma unroll
+    for (int apart = 4; apart < 32; apart *= 2) largest_mean = fmaxf(largest_mean, __shfl_xor_sync(ALL_LANES, largest_mean, apart));
+    const float mean_scale = scale_of(largest_mean, 127.f);
+    if (quad == 0) {
+#pragma unroll
+        for (int chunk = 0; chunk < D / 64; ++chunk) {
+            uint32 packed[2] = {0, 0};
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                packed[i / 4] |= static_cast<uint32>(quantise(means[chunk][i], mean_scale, -127, 127) & 0xff) << (8 * (i % 4));
+            *reinterpret_cast<uint2*>(record + CENTROID_AT + 64 * chunk + 8 * row) = make_uint2(packed[0], packed[1]);
+        }
+        if (row == 0) *reinterpret_cast<uint16*>(record + CENTROID_SCALE_AT) = static_cast<uint16>(__float_as_uint(mean_scale) >> 16);
+    }
+    __syncwarp();
+    const float sum = row < R ? scratch.vector_sum[unit][row] : 0.f, singular = row < R ? scratch.singular[unit][row] : 0.f;
+    const float inverse = singular > 0.f ? 1.f / singular : 0.f;
+    float largest = 0.f;
+#pragma unroll
+    for (int chunk = 0; chunk < D / 64; ++chunk)
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            basis[chunk][i] = (basis[chunk][i] - sum * scratch.mean[64 * chunk + 16 * quad + i]) * inverse;
+            largest = fmaxf(largest, fabsf(basis[chunk][i]));
+        }
+    largest = quad_max(largest);
+    const float scale = scale_of(largest, 7.f);
+    if (row < R) {
+#pragma unroll
+        for (int chunk = 0; chunk < D / 64; ++chunk) {
+            uint32 packed[2] = {0, 0};
+#pragma unroll
+            for (int i = 0; i < 16; ++i)
+                packed[i / 8] |= static_cast<uint32>(quantise(basis[chunk][i], scale, -8, 7) & 0xf) << (4 * (i % 8));
+            *reinterpret_cast<uint2*>(record + BASIS_AT + row * (D / 2) + 32 * chunk + 8 * quad) = make_uint2(packed[0], packed[1]);
+        }
+        if (quad == 0) *reinterpret_cast<uint16*>(record + BASIS_SCALE_AT + 2 * row) = static_cast<uint16>(__float_as_uint(scale) >> 16);
+    }
+    __syncwarp();  // the next unit overwrites scratch.mean
+}
+
+// Units of a warp: pages[i] is read and records[i] written where live[i]; the whole warp must call.
+__device__ __forceinline__ void summarise(Scratch& scratch, const uint16* const (&pages)[UNITS], uint8* const (&records)[UNITS],
+                                          const bool (&live)[UNITS], int64 token_stride) {
+    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4, unit = lane / LANES, column = lane % LANES;
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i)
+        if (live[i]) gram_matrix(scratch.gram[i], pages[i], token_stride, row, quad);
+    __syncwarp();
+    const bool mine = unit == 0 ? live[0] : live[UNITS - 1];
+    eigenvectors(scratch, unit, column, mine);
+    if (mine) store_coefficients(scratch, unit, column, unit == 0 ? records[0] : records[UNITS - 1]);
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i)
+        if (live[i]) store_basis(scratch, i, pages[i], token_stride, records[i], row, quad);
+    __syncwarp();
+}
+
+// page_ids [count]: physical pages, all complete; summaries [num_pages, kv_heads, RECORD].
+extern "C" __global__ void __launch_bounds__(THREADS)
+    build(const uint16* __restrict__ keys, const int64* __restrict__ page_ids, uint8* __restrict__ summaries, int64 count, int kv_heads,
+          int64 page_stride, int64 head_stride, int64 token_stride) {
+    __shared__ Scratch scratch[WARPS];
+    const int warp = threadIdx.x / 32;
+    const int64 units = count * kv_heads;
+    for (int64 at = (static_cast<int64>(blockIdx.x) * WARPS + warp) * UNITS; at < units; at += static_cast<int64>(gridDim.x) * WARPS * UNITS) {
+        const uint16* pages[UNITS];
+        uint8* records[UNITS];
+        bool live[UNITS];
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            live[i] = at + i < units;
+            const int64 page = page_ids[live[i] ? (at + i) / kv_heads : 0], head = (at + i) % kv_heads;
+            pages[i] = keys + page * page_stride + head * head_stride;
+            records[i] = summaries + (page * kv_heads + head) * RECORD;
+        }
+        summarise(scratch[warp], pages, records, live, token_stride);
+    }
+}
+
+// Writes each sequence's new token (new_keys, new_values [B, kv_heads, D]) at position seq_lens - 1 and summarises the page that
+// it fills.  The next kernel may start at once: it does not need what this one writes, see score.cu.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    append_finalise(uint16* keys, uint16* values, const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values,
+                    const int* __restrict__ block_table, const int* __restrict__ seq_lens, uint8* __restrict__ summaries, int batch,
+                    int kv_heads, int max_pages, int64 page_stride, int64 head_stride, int64 token_stride) {
+    __shared__ Scratch scratch[WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const uint16* pages[UNITS];
+    uint8* records[UNITS];
+    bool live[UNITS], any = false;
+#pragma unroll
+    for (int i = 0; i < UNITS; ++i) {
+        const int at = (blockIdx.x * WARPS + warp) * UNITS + i, sequence = at / kv_heads, head = at % kv_heads;
+        const int length = sequence < batch ? seq_lens[sequence] : 0;
+        live[i] = false;
+        pages[i] = keys, records[i] = summaries;
+        if (length > 0) {
+            const int64 page = block_table[static_cast<int64>(sequence) * max_pages + (length - 1) / PAGE];
+            const int64 base = page * page_stride + head * head_stride, to = base + (length - 1) % PAGE * token_stride;
+            for (int c = 8 * lane; c < D; c += 256) {
+                *reinterpret_cast<uint4*>(keys + to + c) = *reinterpret_cast<const uint4*>(new_keys + static_cast<int64>(at) * D + c);
+                *reinterpret_cast<uint4*>(values + to + c) = *reinterpret_cast<const uint4*>(new_values + static_cast<int64>(at) * D + c);
+            }
+            pages[i] = keys + base;
+            records[i] = summaries + (page * kv_heads + head) * RECORD;
+            live[i] = length % PAGE == 0;
+        }
+        any |= live[i];
+    }
+    __syncwarp();
+    if (any) summarise(scratch[warp], pages, records, live, token_stride);
+}

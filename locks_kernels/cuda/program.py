@@ -1,0 +1,151 @@
+"""Compiles the CUDA C++ sources for a device with NVRTC and launches the result.
+
+No CUDA toolkit and no header but our own is needed.  Binaries are kept in `$LOCKS_KERNEL_CACHE` (default
+`~/.cache/locks-kernels`) under a hash of the sources, the options and the compiler, so only the first use of a shape compiles
+(0.2 to 0.6 s a kernel).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCES = Path(__file__).parent
+PORTABLE_CLUSTER = 8
+
+
+def cache_directory() -> Path:
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "locks-kernels"
+    return Path(os.environ.get("LOCKS_KERNEL_CACHE", default))
+
+
+def compile_cubin(source: str, macros: Mapping[str, object], arch: str) -> bytes:
+    """The binary of `source`.cu for `arch` ("sm_90a") with `macros` defined; from the cache if it was compiled before."""
+    from cuda.bindings import nvrtc
+    from cuda.core import Program, ProgramOptions
+
+    text = (SOURCES / f"{source}.cu").read_text()
+    _, *version = nvrtc.nvrtcVersion()
+    key = repr((text, (SOURCES / "common.cuh").read_text(), sorted(macros.items()), arch, version))
+    cached = cache_directory() / f"{source}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    if cached.exists():
+        return cached.read_bytes()
+    options = ProgramOptions(
+        arch=arch,
+        std="c++17",
+        name=f"{source}.cu",
+        define_macro=[(name, str(value)) for name, value in macros.items()],
+        include_path=str(SOURCES),
+        lineinfo=True,
+    )
+    binary = bytes(Program(text, "c++", options).compile("cubin").code)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:  # whole or not at all, also with two processes
+        file.write(binary)
+    os.replace(file.name, cached)
+    return binary
+
+
+def architecture(device: torch.device) -> str:
+    """The name NVRTC knows the device by; arch-specific features ("a") from compute capability 9.0 on."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Value of a CUDA driver call; RuntimeError with the driver's text if it failed."""
+    from cuda.bindings import driver
+
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(error)
+        raise RuntimeError(f"CUDA driver: {text.decode() if text else error}")
+    return values[0] if values else None
+
+
+@cache
+def load(source: str, macros: tuple[tuple[str, object], ...], device_index: int) -> Any:
+    """The loaded module of a source on a device, kept for the life of the process."""
+    from cuda.bindings import driver
+
+    device = torch.device("cuda", device_index)
+    torch.cuda.current_stream(device)  # makes torch's context current
+    return check(driver.cuModuleLoadData(compile_cubin(source, dict(macros), architecture(device))))
+
+
+class Kernel:
+    """One kernel of a source, ready to launch on the current torch stream with programmatic dependent launch."""
+
+    def __init__(
+        self, source: str, name: str, macros: Mapping[str, object], device: torch.device, threads: int, shared_bytes: int = 0
+    ) -> None:
+        from cuda.bindings import driver
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        module = load(source, tuple(sorted(macros.items())), index)
+        self.function = check(driver.cuModuleGetFunction(module, name.encode()))
+        self.threads, self.shared_bytes = threads, shared_bytes
+        self.overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
+        if shared_bytes:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(self.function, attribute, shared_bytes))
+
+    def largest_cluster(self) -> int:
+        """16 where the device can run clusters of 16 blocks of this kernel, 8 where it has clusters at all, else 1."""
+        from cuda.bindings import driver
+
+        if not self.overlaps:
+            return 1
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        check(driver.cuFuncSetAttribute(self.function, attribute, 1))
+        config = self._config((16, 1, 1), 16)
+        return 16 if check(driver.cuOccupancyMaxActiveClusters(self.function, config)) > 0 else PORTABLE_CLUSTER
+
+    def _config(self, grid: tuple[int, int, int], cluster: int) -> Any:
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        attributes = []
+        if self.overlaps:
+            overlap = driver.CUlaunchAttribute()
+            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(overlap)
+        if cluster > 1:
+            clusters = driver.CUlaunchAttribute()
+            clusters.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            clusters.value.clusterDim.x, clusters.value.clusterDim.y, clusters.value.clusterDim.z = cluster, 1, 1
+            attributes.append(clusters)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
+
+    def launch(self, grid: tuple[int, int, int], arguments: Sequence[torch.Tensor | int | tuple[int]], cluster: int = 1) -> None:
+        """Tensors pass as pointers, int as 32-bit and (int,) as 64-bit integers."""
+        from cuda.bindings import driver
+
+        values: list[int] = []
+        kinds: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                values.append(argument.data_ptr())
+                kinds.append(ctypes.c_void_p)
+            elif isinstance(argument, tuple):
+                values.append(argument[0])
+                kinds.append(ctypes.c_int64)
+            else:
+                values.append(argument)
+                kinds.append(ctypes.c_int)
+        config = self._config(grid, cluster)
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        check(driver.cuLaunchKernelEx(config, self.function, (tuple(values), tuple(kinds)), 0))
