@@ -13,21 +13,15 @@ from harness.weights import Weights
 
 if TYPE_CHECKING:
     from harness.backend import Launch
-    from locks_kernels.cache import PagedCache, Sequences
+    from locks_kernels.cache import Sequences
+    from locks_kernels.layer_ops import NewToken
 
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """Where one layer's attention takes its inputs from, and the launch that computes it.
+    """One layer's attention: where it takes its inputs from, and the launch that computes its output [B, HQ, D]."""
 
-    queries [B, HQ, D], keys and values [B, H, D]: contiguous buffers that `attend` reads.  cache: the paged cache to append
-    the new token to before `attend`; None if `attend` appends by itself.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    cache: PagedCache | None
+    token: NewToken
     attend: Launch
 
 
@@ -49,7 +43,6 @@ class TokenStep:
         self.tokens = torch.arange(1, batch + 1, device=head.device) % geometry.vocabulary
         self.next_tokens = torch.empty_like(self.tokens)
         self._hidden = head.new_empty(batch, geometry.model.hidden)
-        self._qkv = head.new_empty(batch, geometry.layer["qkv"][0])
         self._mlp = head.new_empty(batch, geometry.mlp)
         self._rope = head.new_empty(batch, geometry.model.head_dim, dtype=torch.float32)
 
@@ -59,14 +52,10 @@ class TokenStep:
         ops.rope_table(self.sequences.seq_lens, self._rope)
         for index, layer in enumerate(weights.layers):
             site = self.sites[index % len(self.sites)]
-            ops.norm_linear(hidden, layer.attention_gain, layer.qkv, layer.qkv_bias, self._qkv)
-            append = None if site.cache is None else (site.cache, self.sequences)
-            ops.rotate_and_place(
-                self._qkv, self._rope, layer.query_gain, layer.key_gain, site.queries, site.keys, site.values, append
-            )
+            ops.norm_qkv(hidden, layer.attention_gain, layer.qkv, layer.qkv_bias, self._rope, layer.head_gains, site.token)
             ops.linear_add(site.attend().flatten(1).contiguous(), layer.output, hidden)
             ops.norm_gate_up(hidden, layer.mlp_gain, layer.gate_up, self._mlp)
             ops.linear_add(self._mlp, layer.down, hidden)
-        ops.norm_linear(hidden, weights.final_gain, weights.head, None, self.logits)
+        ops.norm_linear(hidden, weights.final_gain, weights.head, self.logits)
         torch.argmax(self.logits, -1, out=self.next_tokens)
         return self.logits

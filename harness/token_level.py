@@ -13,6 +13,7 @@ from harness.model import AttentionSite, TokenStep
 from harness.weights import RankGeometry, Weights, random_weights, weight_bytes
 from locks_kernels import layer_ops
 from locks_kernels.cache import TORCH_DTYPE
+from locks_kernels.layer_ops import NewToken
 
 if TYPE_CHECKING:
     from harness.backend import Backend, Launch
@@ -47,16 +48,11 @@ def token_launch(case: Case, workload: Workload, backend: Backend, launches: Seq
     tensor_parallel = case.model.query_heads // queries.shape[1]
     geometry = RankGeometry(case.model, tensor_parallel)
     weights = shared_weights(geometry, case.dtype, queries.device, case.seed)
-    sites = [
-        AttentionSite(
-            workload.queries[copy],
-            workload.new_keys[copy],
-            workload.new_values[copy],
-            None if backend.writes_cache else workload.caches[copy],
-            launch,
-        )
-        for copy, launch in enumerate(launches)
-    ]
+    sites = []
+    for copy, attend in enumerate(launches):
+        append = None if backend.writes_cache else (workload.caches[copy], workload.sequences)
+        token = NewToken(workload.queries[copy], workload.new_keys[copy], workload.new_values[copy], append)
+        sites.append(AttentionSite(token, attend))
     step = TokenStep(weights, sites, workload.sequences, _ops(queries.device))
     return LevelLaunch(step, 1, weight_bytes(case.model, case.batch, tensor_parallel, case.dtype))
 

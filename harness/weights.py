@@ -116,6 +116,10 @@ class LayerWeights:
     query_gain: torch.Tensor | None = None
     key_gain: torch.Tensor | None = None
 
+    @property
+    def head_gains(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self.query_gain is None or self.key_gain is None else (self.query_gain, self.key_gain)
+
 
 @dataclass(frozen=True)
 class Weights:

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from locks_kernels.cache import PagedCache, Sequences
-from locks_kernels.layer_ops import NORM_EPSILON, ROPE_BASE
+from locks_kernels.layer_ops import NORM_EPSILON, ROPE_BASE, NewToken
 
 
 @triton.jit
@@ -152,47 +151,30 @@ def _rotate_and_place_kernel(
 
 
 def rotate_and_place(
-    qkv: torch.Tensor,
+    projected: torch.Tensor,
     table: torch.Tensor,
-    query_gain: torch.Tensor | None,
-    key_gain: torch.Tensor | None,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    append: tuple[PagedCache, Sequences] | None,
+    head_gains: tuple[torch.Tensor, torch.Tensor] | None,
+    token: NewToken,
     pdl: bool = False,
 ) -> None:
-    """Split, per-head norm, rotate and append in one launch; see `layer_ops.rotate_and_place`."""
-    batch, query_heads, head_dim = queries.shape
-    kv_heads = keys.shape[1]
-    strides: tuple[int, ...] = (0, 0, 0, 0)
-    if append is None:
-        cache_keys, cache_values, block_table, seq_lens, page_size = keys, values, table, table, 1
-    else:
-        cache, sequences = append
-        cache_keys, cache_values = cache.keys, cache.values
-        block_table, seq_lens = sequences.block_table, sequences.seq_lens
-        strides, page_size = (block_table.stride(0), *cache.keys.stride()[:3]), cache.shape.page_size
+    """Split, per-head norm, rotate and append in one launch; see `layer_ops`."""
+    batch, query_heads, head_dim = token.queries.shape
+    kv_heads = token.keys.shape[1]
     _rotate_and_place_kernel[(query_heads + 2 * kv_heads, batch)](
-        qkv,
+        projected,
         table,
-        qkv if query_gain is None else query_gain,
-        qkv if key_gain is None else key_gain,
-        queries,
-        keys,
-        values,
-        cache_keys,
-        cache_values,
-        block_table,
-        seq_lens,
-        *strides,
+        *((table, table) if head_gains is None else head_gains),
+        token.queries,
+        token.keys,
+        token.values,
+        *token.append_arguments[:8],
         NORM_EPSILON,
         HQ=query_heads,
         H=kv_heads,
         HALF=head_dim // 2,
-        PAGE=page_size,
-        NORM=query_gain is not None,
-        APPEND=append is not None,
+        PAGE=token.append_arguments[8],
+        NORM=head_gains is not None,
+        APPEND=token.append is not None,
         PDL=pdl,
         num_warps=1,
         launch_pdl=pdl,

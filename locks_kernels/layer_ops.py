@@ -7,6 +7,9 @@ function writes into buffers that the caller owns, so that a captured step keeps
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -17,11 +20,34 @@ NORM_EPSILON = 1e-5
 ROPE_BASE = 500_000.0  # Llama 3; a preset with another base reads and computes the same amount
 
 
-def norm_linear(
-    x: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """out [B, OUT] = rms_norm(x [B, IN]) * gain [IN] @ weight [OUT, IN]^T + bias [OUT]."""
-    out.copy_(torch.nn.functional.linear(_rms_norm(x, gain), weight, bias))
+@dataclass(frozen=True)
+class NewToken:
+    """Where one layer's query, key and value of the token being decoded go.
+
+    queries [B, HQ, D], keys and values [B, H, D]: contiguous.  append: write key and value also into this cache, at position
+    seq_lens - 1 (nothing for a length of 0).
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    append: tuple[PagedCache, Sequences] | None = None
+
+    @cached_property
+    def append_arguments(self) -> tuple[Any, ...]:
+        """For kernels: cache keys and values, block table, lengths; strides of the table's row, and of the cache's page,
+        head and token; page size.  Without `append` unused stand-ins."""
+        if self.append is None:
+            return (self.keys, self.values, self.keys, self.keys, 0, 0, 0, 0, 1)
+        cache, sequences = self.append
+        table = sequences.block_table
+        strides = (table.stride(0), *cache.keys.stride()[:3])
+        return (cache.keys, cache.values, table, sequences.seq_lens, *strides, cache.shape.page_size)
+
+
+def norm_linear(x: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out [B, OUT] = rms_norm(x [B, IN]) * gain [IN] @ weight [OUT, IN]^T."""
+    out.copy_(torch.nn.functional.linear(_rms_norm(x, gain), weight))
 
 
 def norm_gate_up(x: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -46,29 +72,39 @@ def rope_table(seq_lens: torch.Tensor, table: torch.Tensor) -> None:
     table.copy_(torch.cat((angle.cos(), angle.sin()), -1))
 
 
-def rotate_and_place(
-    qkv: torch.Tensor,
+def norm_qkv(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     table: torch.Tensor,
-    query_gain: torch.Tensor | None,
-    key_gain: torch.Tensor | None,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    append: tuple[PagedCache, Sequences] | None,
+    head_gains: tuple[torch.Tensor, torch.Tensor] | None,
+    token: NewToken,
 ) -> None:
-    """Split qkv [B, (HQ + 2 H) D] into queries [B, HQ, D], keys and values [B, H, D], all contiguous.
+    """From the residual x [B, IN] to the query, key and value of the new token, each in its place.
 
-    Queries and keys are RMS-normed per head where a gain [D] is given, then rotated by `table` (halves paired, as in
-    Llama).  `append`: also write the new keys and values into this cache at position seq_lens - 1.
+    RMS norm with `gain` [IN]; projection by weight [(HQ + 2 H) D, IN], query rows before key before value rows, and bias;
+    RMS norm of each query and key head where `head_gains` (two of [D]) are given; rotation of queries and keys by `table`
+    (fp32 [B, D], see `rope_table`; channels d and d + D/2 paired, as in Llama).
     """
-    batch, query_heads, head_dim = queries.shape
-    heads = qkv.view(batch, -1, head_dim)
-    query, key, value = heads.split((query_heads, keys.shape[1], keys.shape[1]), 1)
-    queries.copy_(_rotate(query if query_gain is None else _rms_norm(query, query_gain), table))
-    keys.copy_(_rotate(key if key_gain is None else _rms_norm(key, key_gain), table))
-    values.copy_(value)
-    if append is not None:
-        reference.append(*append, keys, values)
+    projected = torch.nn.functional.linear(_rms_norm(x, gain), weight, bias)
+    rotate_and_place(projected, table, head_gains, token)
+
+
+def rotate_and_place(
+    projected: torch.Tensor, table: torch.Tensor, head_gains: tuple[torch.Tensor, torch.Tensor] | None, token: NewToken
+) -> None:
+    """The part of `norm_qkv` behind the projection; projected [B, (HQ + 2 H) D]."""
+    batch, query_heads, head_dim = token.queries.shape
+    kv_heads = token.keys.shape[1]
+    query, key, value = projected.view(batch, -1, head_dim).split((query_heads, kv_heads, kv_heads), 1)
+    if head_gains is not None:
+        query, key = _rms_norm(query, head_gains[0]), _rms_norm(key, head_gains[1])
+    token.queries.copy_(_rotate(query, table))
+    token.keys.copy_(_rotate(key, table))
+    token.values.copy_(value)
+    if token.append is not None:
+        reference.append(*token.append, token.keys, token.values)
 
 
 def _rms_norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:

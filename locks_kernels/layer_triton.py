@@ -7,8 +7,8 @@ from functools import cache
 import torch
 
 from locks_kernels import elementwise
-from locks_kernels.cache import PagedCache, Sequences
-from locks_kernels.gemv import MAX_BATCH, gemv
+from locks_kernels.gemv import MAX_BATCH, gemv, qkv
+from locks_kernels.layer_ops import NewToken
 
 
 @cache
@@ -17,20 +17,12 @@ def early_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def norm_linear(
-    x: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
+def norm_linear(x: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """See `layer_ops.norm_linear`; one launch up to batch 4, two above."""
-    pdl = early_launch(x.device)
     if len(x) <= MAX_BATCH:
-        gemv(x, weight, out, gain, bias, "none" if bias is None else "bias", pdl)
-        return
-    normed = torch.empty_like(x)
-    elementwise.rms_norm(x, gain, normed, pdl)
-    if bias is None:
-        torch.mm(normed, weight.mT, out=out)
+        gemv(x, weight, out, gain, pdl=early_launch(x.device))
     else:
-        torch.addmm(bias, normed, weight.mT, out=out)
+        torch.mm(_normed(x, gain), weight.mT, out=out)
 
 
 def norm_gate_up(x: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -38,10 +30,8 @@ def norm_gate_up(x: torch.Tensor, gain: torch.Tensor, weight: torch.Tensor, out:
     pdl = early_launch(x.device)
     if len(x) <= MAX_BATCH:
         gemv(x, weight, out, gain, epilogue="silu_mul", pdl=pdl)
-        return
-    normed = torch.empty_like(x)
-    elementwise.rms_norm(x, gain, normed, pdl)
-    elementwise.silu_mul(torch.mm(normed, weight.mT), out, pdl)
+    else:
+        elementwise.silu_mul(torch.mm(_normed(x, gain), weight.mT), out, pdl)
 
 
 def linear_add(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -53,20 +43,35 @@ def linear_add(x: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor) -> N
 
 
 def rope_table(seq_lens: torch.Tensor, table: torch.Tensor) -> None:
-    """See `layer_ops.rope_table`."""
+    """See `layer_ops.rope_table`; one launch."""
     elementwise.rope_table(seq_lens, table, early_launch(table.device))
 
 
-def rotate_and_place(
-    qkv: torch.Tensor,
+def norm_qkv(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     table: torch.Tensor,
-    query_gain: torch.Tensor | None,
-    key_gain: torch.Tensor | None,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    append: tuple[PagedCache, Sequences] | None,
+    head_gains: tuple[torch.Tensor, torch.Tensor] | None,
+    token: NewToken,
 ) -> None:
-    """See `layer_ops.rotate_and_place`."""
-    pdl = early_launch(qkv.device)
-    elementwise.rotate_and_place(qkv, table, query_gain, key_gain, queries, keys, values, append, pdl)
+    """See `layer_ops.norm_qkv`; one launch up to batch 4, two with norms per head (they need whole heads), three above."""
+    pdl = early_launch(x.device)
+    if len(x) <= MAX_BATCH and head_gains is None:
+        qkv(x, gain, weight, bias, table, token, pdl)
+        return
+    projected = x.new_empty(len(x), len(weight))
+    if len(x) <= MAX_BATCH:
+        gemv(x, weight, projected, gain, bias, "none" if bias is None else "bias", pdl)
+    elif bias is None:
+        torch.mm(_normed(x, gain), weight.mT, out=projected)
+    else:
+        torch.addmm(bias, _normed(x, gain), weight.mT, out=projected)
+    elementwise.rotate_and_place(projected, table, head_gains, token, pdl)
+
+
+def _normed(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    normed = torch.empty_like(x)
+    elementwise.rms_norm(x, gain, normed, early_launch(x.device))
+    return normed
