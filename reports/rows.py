@@ -1,6 +1,7 @@
 """Records -> flat rows: one dict per record with everything a reader compares.  All statistics are derived here.
 
-Units are in the names; absent is None.  A row whose outcome is neither OK nor THROTTLED has no number at all.
+Units are in the names; absent is None.  A row whose outcome is neither OK nor THROTTLED has no number but `eager_us`: the
+time without a graph, the only one there is of a backend that could not be captured.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _row(record: Record) -> Row:
         "resolved": record.resolved,
         "stages_us": stages or None,
         "stage_floors_us": _floors(record, stages) or None,
-        "eager_us": median(record.eager_ns) / 1e3 if timed and record.eager_ns else None,
+        "eager_us": median(record.eager_ns) / 1e3 if record.eager_ns else None,
         "plan_us": median(record.plan_ns) / 1e3 if timed and record.plan_ns else None,
         "read_roof_tbps": record.read_roof_tbps,
         "gate": record.gate,
