@@ -1,0 +1,68 @@
+"""The backends of this installation, found by the entry point group `locks_bench.backends`.  Naming them imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+
+from harness.backend import Backend
+from harness.errors import UserError
+from harness.presets import nearest
+
+GROUP = "locks_bench.backends"
+DEFAULT = {"cuda": ("fa3", "flashinfer", "locks"), "cpu": ("sdpa", "locks")}
+
+
+def _found() -> dict[str, EntryPoint]:
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if not found:
+        raise UserError("no backends are installed; install this package first: pip install -e .")
+    return found
+
+
+def names() -> list[str]:
+    """Names of all backends, those that cannot run on this machine included."""
+    return sorted(_found())
+
+
+def resolve(wanted: Sequence[str] | str, device: str) -> list[str]:
+    """The names a user meant: "default" (by device), "all", or names; UserError with the nearest name for an unknown one."""
+    if isinstance(wanted, str):
+        wanted = wanted.split(",")
+    known = names()
+    chosen: list[str] = []
+    for name in (part.strip() for part in wanted):
+        if name in ("default", "all"):
+            chosen += DEFAULT[device] if name == "default" else known
+        elif name in known:
+            chosen.append(name)
+        else:
+            raise UserError(f"unknown backend {name!r}; {nearest(name, known)}")
+    return list(dict.fromkeys(chosen))
+
+
+def load(name: str) -> type[Backend]:
+    """The class behind one name.  UserError if its module cannot be imported."""
+    points = _found()
+    if name not in points:
+        raise UserError(f"unknown backend {name!r}; {nearest(name, points)}")
+    try:
+        return points[name].load()
+    except Exception as error:
+        raise UserError(f"backend {name!r} ({points[name].value}) cannot be loaded: {error}") from error
+
+
+def make(name: str) -> Backend:
+    """An instance for one case.  A backend that cannot be loaded becomes one that is unavailable, and says why."""
+    try:
+        return load(name)()
+    except UserError as error:
+        return _Unloadable(str(error))
+
+
+class _Unloadable(Backend):
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def unavailable(self) -> str:
+        return self._reason

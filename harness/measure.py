@@ -1,0 +1,187 @@
+"""One case: workload -> prepare -> gate -> rounds -> records, one per backend whatever happens to it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from harness import contents, workload
+from harness.backend import Backend
+from harness.case import Case
+from harness.contestant import Contestant, prepare
+from harness.memory import MemoryPlan
+from harness.outcome import fail, judge
+from harness.record import Outcome, Record
+from harness.stopping import StoppingRule
+from harness.timer import Timer
+
+
+def device_lost() -> bool:
+    """Whether the CUDA context can do no more work, as after an illegal access."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all cases of a run share.
+
+    command  that repeats the run.  read_roof_tbps: measured at its start; None if it was not.
+    """
+
+    timer: Timer
+    rule: StoppingRule
+    environment: dict[str, Any]
+    command: str
+    read_roof_tbps: float | None = None
+    clock_s: Callable[[], float] = time.perf_counter
+    device_lost: Callable[[], bool] = device_lost
+
+
+class DeviceLost(Exception):
+    """A backend left the device unusable: only a fresh process can go on.  `.settled` are the records it could not harm, its
+    own among them; the other backends are to be measured again.
+    """
+
+    def __init__(self, settled: list[Record]) -> None:
+        super().__init__("the CUDA context is lost")
+        self.settled = settled
+
+
+def blank_record(case: Case, plan: MemoryPlan | None, name: str, backend: Backend, key: str, **run: Any) -> Record:
+    """What is known of a row before anything runs.  `run`: the fields of a record that all rows of a run share."""
+    return Record(
+        key=key,
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        case=asdict(case) | {"contents": contents.NAME},
+        backend=name,
+        outcome=Outcome.SKIPPED,
+        backend_version=backend.version(),
+        resolved={"dense": backend.dense},
+        kv=plan.record() if plan else None,
+        cache_state=plan.cache_state if plan else None,
+        **run,
+    )
+
+
+def measure_case(
+    case: Case,
+    plan: MemoryPlan,
+    backends: Mapping[str, Backend],
+    keys: Mapping[str, str],
+    bench: Bench,
+    on_backend: Callable[[str], None],
+) -> list[Record]:
+    """Records of all `backends` (by the name a user types), in their order.  `keys`: their resume keys.
+
+    A failure of one backend is its record's outcome; only DeviceLost is raised.
+    """
+    run = _CaseRun(case, plan, backends, keys, bench)
+    threads = torch.get_num_threads()
+    if case.device == "cpu":
+        torch.set_num_threads(1)  # several threads wait for each other whenever anybody else uses the machine
+    try:
+        run.measure(on_backend)
+    finally:
+        torch.set_num_threads(threads)
+        run.running.clear()
+        _free_memory(case)
+    return list(run.records.values())
+
+
+class _CaseRun:
+    def __init__(
+        self, case: Case, plan: MemoryPlan, backends: Mapping[str, Backend], keys: Mapping[str, str], bench: Bench
+    ) -> None:
+        self.case, self.plan, self.bench, self.backends = case, plan, bench, backends
+        run = {"command": bench.command, "environment": bench.environment, "timer": bench.timer.label}
+        roof = bench.read_roof_tbps
+        self.records = {
+            name: blank_record(case, plan, name, backend, keys[name], read_roof_tbps=roof, **run)
+            for name, backend in backends.items()
+        }
+        self.running: dict[str, Contestant] = {}
+        self.settled: set[str] = set()
+
+    def measure(self, on_backend: Callable[[str], None]) -> None:
+        able = [name for name in self.backends if self._able(name)]
+        if not able:
+            return
+        try:
+            data = workload.build(self.case, self.plan, self.case.device)
+        except Exception as error:
+            for name in able:
+                self._settle(name, error, "while the caches were filled")
+            return
+        for name in able:
+            on_backend(name)
+            self._prepare(name, data)
+        self._rounds()
+        for name, contestant in self.running.items():
+            contestant.finish(self.records[name], self.bench.timer)
+            judge(self.records[name])
+
+    def _able(self, name: str) -> bool:
+        """Whether the backend can run the case; if not, its record says why."""
+        backend = self.backends[name]
+        try:
+            unsupported = dict(self.case.model.unsupported).get(self.case.level)
+            self.records[name].reason = reason = unsupported or backend.unavailable() or backend.supports(self.case)
+        except Exception as error:
+            self._settle(name, error, "when asked whether it can run")
+            return False
+        if reason is not None:
+            self.settled.add(name)
+        return reason is None
+
+    def _prepare(self, name: str, data: workload.Workload) -> None:
+        bench = self.bench
+        try:
+            self.running[name] = prepare(
+                self.case, data, self.backends[name], bench.timer, bench.rule, self.records[name], bench.clock_s
+            )
+        except Exception as error:
+            self._settle(name, error, "before timing")
+
+    def _rounds(self) -> None:
+        """Rounds in seeded shuffled order until every backend has a reason to stop; all go on together, so that rounds pair."""
+        shuffle = random.Random(self.case.seed)
+        while any(contestant.stop_reason is None for contestant in self.running.values()):
+            order = list(self.running)
+            shuffle.shuffle(order)
+            for name in order:
+                try:
+                    self.running[name].round(self.bench.rule, self.bench.clock_s)
+                except Exception as error:
+                    del self.running[name]
+                    self._settle(name, error, "while it was timed")
+
+    def _settle(self, name: str, error: Exception, when: str) -> None:
+        fail(self.records[name], error, when)
+        self.settled.add(name)
+        if self.case.device == "cuda" and self.bench.device_lost():
+            raise DeviceLost([record for other, record in self.records.items() if other in self.settled]) from error
+
+
+def _free_memory(case: Case) -> None:
+    if case.level == "token":
+        from harness.token_level import release_weights
+
+        release_weights()
+    gc.collect()
+    if case.device == "cuda":
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError:  # a lost context frees nothing; DeviceLost is on its way
+            return

@@ -1,0 +1,32 @@
+"""A streaming reduction in Triton: reads a buffer once, as fast as the memory gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+SHAPES = ((8192, 8, 4), (8192, 16, 2), (16384, 16, 2), (4096, 8, 4))  # elements of a block, warps, programs per SM
+
+
+@triton.jit
+def _reduce(x_ptr, out_ptr, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    total = tl.zeros((BLOCK,), tl.int32)  # [BLOCK]
+    offs = tl.arange(0, BLOCK)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=4):
+        total += tl.load(x_ptr + block.to(tl.int64) * BLOCK + offs)
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total))
+
+
+def reductions(data: torch.Tensor) -> list[Callable[[], object]]:
+    """One launch per shape; data: int32 of any length on the current device, whose last partial block is left out."""
+    sm_count = torch.cuda.get_device_properties(data.device).multi_processor_count
+    launches: list[Callable[[], object]] = []
+    for block, warps, per_sm in SHAPES:
+        programs = sm_count * per_sm
+        out = torch.empty(programs, dtype=torch.int32, device=data.device)
+        launches.append(partial(_reduce[(programs,)], data, out, data.numel() // block, BLOCK=block, num_warps=warps))
+    return launches

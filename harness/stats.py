@@ -1,0 +1,58 @@
+"""Statistics over rounds.  Samples inside a round are autocorrelated, so a round counts as one value: its median."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+SEED = 0
+DRIFT_LIMIT = 0.02  # between the medians of the two halves of a measurement
+
+
+def round_medians(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """One value per round; empty rounds count for nothing."""
+    return [float(np.median(samples)) for samples in rounds if samples]
+
+
+def bootstrap_interval(values: Sequence[float], seed: int = SEED) -> tuple[float, float]:
+    """Percentile bootstrap interval of the median, seeded: the same values give the same interval."""
+    data = np.asarray(values, dtype=float)
+    picks = np.random.default_rng(seed).integers(0, len(data), (RESAMPLES, len(data)))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(np.median(data[picks], axis=1), (tail, 1 - tail))
+    return float(low), float(high)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the interval's width relative to the median; infinite for fewer than two values, 0 if all are equal."""
+    if len(values) < 2:
+        return float("inf")
+    low, high = bootstrap_interval(values)
+    middle = float(np.median(values))
+    if high == low:
+        return 0.0
+    return (high - low) / 2 / middle if middle > 0 else float("inf")
+
+
+def drift(values: Sequence[float]) -> float:
+    """Change of the median from the first half of the rounds to the second, as a share of the first; 0.0 where the halves
+    overlap so much that noise explains it, or there are fewer than four rounds.
+    """
+    if len(values) < 4:
+        return 0.0
+    middle = len(values) // 2
+    first, second = np.asarray(values[:middle]), np.asarray(values[middle:])
+    low, high = float(np.median(first)), float(np.median(second))
+    apart = np.quantile(first, 0.75) < np.quantile(second, 0.25) or np.quantile(second, 0.75) < np.quantile(first, 0.25)
+    return high / low - 1 if apart and low > 0 else 0.0
+
+
+def median_interval(rounds: Sequence[Sequence[float]]) -> tuple[float, tuple[float, float]]:
+    """Median over rounds and its 95 % bootstrap interval, in the unit of the samples.  ValueError if there are none."""
+    medians = round_medians(rounds)
+    if not medians:
+        raise ValueError("no samples in any round")
+    return float(np.median(medians)), bootstrap_interval(medians)
