@@ -6,12 +6,12 @@ import json
 from io import StringIO
 
 import pytest
+from fake_records import COMMAND, H200, case, failed, measured
 from rich.console import Console
 
 from harness.record import Outcome
 from reports.rows import Row, rows
 from reports.table import latency_report
-from fake_records import COMMAND, H200, case, failed, measured
 
 NUMBERS = (
     "latency_us",

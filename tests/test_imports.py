@@ -94,7 +94,7 @@ def cycle(edges: dict[str, set[str]]) -> list[str] | None:
 def reachable(edges: dict[str, set[str]], module: str) -> set[str]:
     """All that importing a module imports, its parent packages included."""
     seen: set[str] = set()
-    waiting = [module] + [module.rpartition(".")[0]]
+    waiting = [module, module.rpartition(".")[0]]
     while waiting:
         at = waiting.pop()
         if at not in seen:

@@ -97,7 +97,7 @@ def test_not_writable(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for path in (file, file / "below", Path("/proc/store")):
-        with pytest.raises(UserError, match="cannot be written.*--store"):
+        with pytest.raises(UserError, match=r"cannot be written.*--store"):
             Store(path)
     assert file.read_text() == "mine"
 
