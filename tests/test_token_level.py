@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported
 
 from harness import token_level, workload
 from harness.backends.locks import Locks
