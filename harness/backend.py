@@ -75,6 +75,10 @@ class Backend:
         """The parts of the launch of `copy`, in order, where their times are of interest."""
         return {}
 
+    def stage_bytes(self, case: Case) -> dict[str, int]:
+        """Analytic bytes of one layer by stage, for those of `stages` that have a floor."""
+        return {}
+
     def bytes(self, case: Case) -> dict[str, int]:
         """Analytic bytes of one layer's step by part."""
         raise NotImplementedError

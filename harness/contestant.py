@@ -59,6 +59,7 @@ class Contestant:
         if self.case.level == "attention" and timer.eager_label is not None:  # eager stages on a CPU tell nothing
             try:
                 record.stages_ns = stage_times(self.data, self.backend, self.cycle, timer)
+                record.stage_bytes = self.backend.stage_bytes(self.case) if record.stages_ns else None
             except Exception as error:  # a by-product: the headline stands without it
                 record.resolved["stages"] = f"not timed: {first_line(error)}"
 

@@ -37,8 +37,9 @@ class Record:
     rounds_ns     one list per round of samples, ns per step of the level (one layer, or one token); time order
     eager_ns      the same without a graph
     plan_ns       host time of the library's planning call, once per step, outside `rounds_ns`
-    stages_ns     per stage, ns samples; measured apart, so their sum may exceed the step
+    stages_ns     ns samples of what each stage adds to the step, measured after the headline
     bytes         analytic bytes per step by part (cost.py); for level token also "weights"
+    stage_bytes   the bytes of one layer by the stage that moves them, where `stages_ns` is there
     gate          what was checked before the time was taken: relative error, tolerance, checks by name
     """
 
@@ -60,6 +61,7 @@ class Record:
     stages_ns: dict[str, list[float]] | None = None
     stop_reason: str | None = None
     bytes: dict[str, int] | None = None
+    stage_bytes: dict[str, int] | None = None
     gate: dict[str, Any] | None = None
     read_roof_tbps: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)

@@ -87,7 +87,8 @@ def _compare(row: Row, rival: Row) -> None:
     if row["bytes"] and rival["bytes"]:
         ratio = sum(rival["bytes"].values()) / sum(row["bytes"].values())
         # Both within a percent of the roof is possible, beyond that one of the two numbers is wrong.
-        if speedup > 1.01 * ratio and row["backend"] != rival["backend"]:
+        # On a CPU time is not made of bytes alone.
+        if speedup > 1.01 * ratio and row["device"] == "cuda" and row["backend"] != rival["backend"]:
             row["flags"].append(f"speed-up {speedup:.2f} is above the byte ratio {ratio:.2f} to {rival['backend']}")
 
 
@@ -113,5 +114,5 @@ def _tokens_per_s(case: dict[str, Any], latency_ns: float) -> float:
 
 def _floors(record: Record, stages: dict[str, float]) -> dict[str, float]:
     """Least time of each stage in us: its bytes at the read roof measured in the same run."""
-    parts, roof = record.resolved.get("stage_bytes") or {}, record.read_roof_tbps
+    parts, roof = record.stage_bytes or {}, record.read_roof_tbps
     return {name: parts[name] / roof / 1e6 for name in stages if name in parts} if roof else {}

@@ -97,7 +97,7 @@ def _latency_table(rows: list[Row]) -> Table:
 
 
 def _stage_table(rows: list[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Stages, measured one by one (floor: bytes at the measured read roof)")
+    table = Table(box=box.SIMPLE_HEAD, title="What each stage adds to the step (floor: its bytes at the measured read roof)")
     for heading in ("ctx", "batch", "backend", "stage", "us", "floor us", "x floor"):
         table.add_column(heading, justify="left" if heading in ("backend", "stage") else "right", no_wrap=True)
     for row in rows:

@@ -10,6 +10,7 @@ from fake_records import COMMAND, H200, case, failed, measured
 from rich.console import Console
 
 from harness.record import Outcome
+from locks_kernels.cost import locks_bytes, locks_stage_bytes
 from reports.rows import Row, rows
 from reports.table import latency_report
 
@@ -113,9 +114,18 @@ def test_speedup_above_the_byte_ratio_is_flagged() -> None:
     assert "!" in rendered(table) and "above the byte ratio" in rendered(table)
 
 
+@pytest.mark.parametrize("ctx", [2048, 4096, 1 << 20])
+def test_bytes_by_stage_are_the_bytes_by_part(ctx: int) -> None:
+    of = case(ctx=ctx, batch=3)
+    by_stage = locks_stage_bytes(of.shape(), of.select, of.ctx, of.batch)
+    by_part = locks_bytes(of.shape(), of.select, of.ctx, of.batch)
+    assert sum(by_stage.values()) == sum(by_part.values())
+    assert by_stage["attend"] >= by_part["selected_kv"] > 0 and (by_stage["score"] > 0) is (ctx > 2048)
+
+
 def test_stage_floors_are_bytes_over_the_roof() -> None:
     record = measured(case(), "locks", 200.0, stages_ns={"score": [3e5, 1e5, 2e5], "select": [1e4]})
-    record.resolved["stage_bytes"] = {"score": 449_000_000}
+    record.stage_bytes = {"score": 449_000_000}
     row = rows([record])[0]
     assert row["stages_us"] == {"score": 200.0, "select": 10.0}
     assert row["stage_floors_us"] == {"score": pytest.approx(100.0)}

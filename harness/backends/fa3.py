@@ -9,7 +9,7 @@ import torch
 from harness.backend import Launch
 from harness.backends.dense import CudaDenseBackend, contiguous
 from harness.case import Case
-from harness.environment import version
+from harness.libraries import FA3, VLLM
 from harness.workload import Workload
 
 
@@ -25,7 +25,7 @@ class Fa3(CudaDenseBackend):
     name = "fa3"
 
     def unavailable(self) -> str | None:
-        return None if self.version() else "FlashAttention-3 is not installed: pip install fa3-fwd einops"
+        return FA3.missing()
 
     def supports(self, case: Case) -> str | None:
         if case.dtype == "float16":
@@ -33,7 +33,7 @@ class Fa3(CudaDenseBackend):
         return super().supports(case) or _needs_hopper(case)
 
     def version(self) -> str | None:
-        return version("fa3-fwd")
+        return FA3.version()
 
     def prepare(self, workload: Workload, copy: int) -> Launch:
         from fa3_fwd_interface import flash_attn_with_kvcache
@@ -58,13 +58,13 @@ class Fa3Paged(CudaDenseBackend):
     name = "fa3-paged"
 
     def unavailable(self) -> str | None:
-        return None if self.version() else "vLLM is not installed: pip install vllm"
+        return VLLM.missing()
 
     def supports(self, case: Case) -> str | None:
         return super().supports(case) or _needs_hopper(case)
 
     def version(self) -> str | None:
-        return version("vllm")
+        return VLLM.version()
 
     def prepare(self, workload: Workload, copy: int) -> Launch:
         from vllm.vllm_flash_attn import flash_attn_varlen_func

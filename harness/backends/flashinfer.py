@@ -9,8 +9,7 @@ import torch
 
 from harness.backend import Launch, UnsupportedWorkload
 from harness.backends.dense import CudaDenseBackend
-from harness.case import Case
-from harness.environment import version
+from harness.libraries import FLASHINFER
 from harness.memory import HEAD_STRIDE_LIMIT
 from harness.workload import Workload
 from locks_kernels.shapes import DecodeShape
@@ -34,15 +33,15 @@ class FlashInfer(CudaDenseBackend):
         self._wrapper: Any = None
 
     def unavailable(self) -> str | None:
-        return None if self.version() else "FlashInfer is not installed: pip install flashinfer-python"
+        return FLASHINFER.missing()
 
     def version(self) -> str | None:
-        return version("flashinfer-python")
+        return FLASHINFER.version()
 
     def prepare(self, workload: Workload, copy: int) -> Launch:
         cache = workload.caches[copy]
         if cache.keys.stride(1) >= HEAD_STRIDE_LIMIT:
-            raise UnsupportedWorkload("FlashInfer keeps strides in 32 bits and this pool is larger; use --kv layers=1 or tp=n")
+            raise UnsupportedWorkload("FlashInfer keeps strides in 32 bits and this pool is larger; use a smaller --batch or --kv pooled")
         if self._wrapper is None:
             self._set_up(workload)
         wrapper, query, out = self._wrapper, workload.queries[copy], torch.empty_like(workload.queries[copy])
@@ -92,9 +91,6 @@ class FlashInfer(CudaDenseBackend):
 
     def plan(self) -> Callable[[], None]:
         return self._plan
-
-    def supports(self, case: Case) -> str | None:
-        return super().supports(case)
 
     def resolved(self) -> dict[str, Any]:
         kernels = getattr(self._wrapper, "_backend", None)

@@ -16,7 +16,7 @@ from harness.verify_selection import check_summaries, check_tables, checked_sequ
 from harness.workload import Workload
 from locks_kernels import reference
 from locks_kernels.cache import PagedCache
-from locks_kernels.cost import locks_bytes
+from locks_kernels.cost import locks_bytes, locks_stage_bytes
 from locks_kernels.decode import STAGE_NAMES, LocksDecoder, stages_class
 from locks_kernels.shapes import ShapeError
 
@@ -81,6 +81,9 @@ class Locks(Backend):
             partial(stages.attend, query, out),
         )
         return dict(zip(STAGE_NAMES, parts, strict=True))
+
+    def stage_bytes(self, case: Case) -> dict[str, int]:
+        return locks_stage_bytes(local_shape(case), case.select, case.ctx, case.batch)
 
     def bytes(self, case: Case) -> dict[str, int]:
         return locks_bytes(local_shape(case), case.select, case.ctx, case.batch)
