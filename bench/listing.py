@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -16,13 +15,13 @@ from harness import backends, presets
 from harness.libraries import BY_BACKEND, Library
 
 
-def list_(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+def list_(
+    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
+) -> None:
     """List backends with their availability, and model presets with their geometry."""
     found, models = backend_rows(), model_rows()
-    if as_json:
-        print(json.dumps({"backends": found, "models": models}, indent=1))
-    else:
-        output.print_wide(Group(_table("Backends", found), _table("Models (--model), or a shape such as 32x8x128", models)))
+    tables = Group(_table("Backends", found), _table("Models (--model), or a shape such as 32x8x128", models))
+    output.show({"backends": found, "models": models}, tables, json_to)
 
 
 def backend_rows() -> list[dict[str, Any]]:

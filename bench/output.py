@@ -33,16 +33,21 @@ def check_target(target: str | None) -> None:
 
 def show_rows(table: Sequence[Row], target: str | None) -> None:
     """The table on stdout, or pure JSON there with --json -; with --json FILE both."""
+    show(table, latency_report(table), target)
+
+
+def show(data: object, shown: RenderableType, target: str | None) -> None:
+    """`shown` on stdout, `data` as JSON where --json says; only the JSON if that is stdout."""
+    text = json.dumps(data, indent=1, allow_nan=False)
+    if target == STDOUT:
+        print(text)
+        return
     if target is not None:
-        text = json.dumps(table, indent=1, allow_nan=False)
-        if target == STDOUT:
-            print(text)
-            return
         try:
             Path(target).write_text(text + "\n")
         except OSError as error:
             raise _unwritable(target, error) from error
-    print_wide(latency_report(table))
+    print_wide(shown)
 
 
 def print_wide(shown: RenderableType) -> None:
