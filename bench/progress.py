@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from harness.case import Case
 from harness.run import BackendStarted, CaseStarted, Event, LeftOut, RecordDone
 from reports.table import short_size
+
+
+class TimeLeft(ProgressColumn):
+    """Time left at the pace of the rows measured so far; rows found in the store come at once and say nothing."""
+
+    def __init__(self, total: int, clock_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.clock_s, self.remaining, self.measured = clock_s, total, 0
+        self.start = self.latest = clock_s()
+
+    def record_done(self, reused: bool) -> None:
+        self.remaining -= 1
+        self.measured += not reused
+        self.latest = self.clock_s()
+
+    def text(self) -> str:
+        """The time left in words."""
+        if not self.measured:
+            return "time left not known yet"
+        pace = (self.latest - self.start) / self.measured
+        seconds = max(0.0, pace * self.remaining - (self.clock_s() - self.latest))
+        return f"about {seconds:.0f} s left" if seconds < 90 else f"about {seconds / 60:.0f} min left"
+
+    def render(self, task: Task) -> Text:
+        return Text(self.text())
 
 
 class Progress:
@@ -21,13 +49,8 @@ class Progress:
 
     def __init__(self, total: int) -> None:
         self.console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
+        self.left = TimeLeft(total)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), self.left)
         self.bar = Bar(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("starting", total=total)
         self.measured = self.reused = 0
@@ -51,6 +74,7 @@ class Progress:
             case RecordDone(reused=reused):
                 self.reused += reused
                 self.measured += not reused
+                self.left.record_done(reused)
                 self.bar.advance(self.task)
             case LeftOut(case=case):
                 self.left_out.append(case)

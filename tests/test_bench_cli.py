@@ -14,6 +14,7 @@ from fake_records import failed, measured
 import harness.run
 from bench import arguments
 from bench.cli import main
+from bench.progress import TimeLeft
 from harness.case import Case
 from harness.errors import UserError
 from harness.record import Outcome, Record
@@ -226,6 +227,21 @@ def test_a_torn_last_line_is_said_and_the_rest_shown(sweep: FakeSweep, run: Call
 def test_store_that_is_not_there(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     code, out, err = run("show", str(tmp_path / "absent"))
     assert code == 2 and out == "" and err.startswith("error: no store at") and err.count("\n") == 1
+
+
+def test_time_left_is_the_pace_of_what_was_measured() -> None:
+    now = [0.0]
+    left = TimeLeft(10, lambda: now[0])
+    left.record_done(reused=True)
+    assert left.text() == "time left not known yet"
+    now[0] = 30.0
+    for _ in range(3):
+        left.record_done(reused=False)
+    assert left.text() == "about 60 s left"
+    now[0] = 50.0
+    assert left.text() == "about 40 s left"
+    now[0] = 500.0
+    assert left.text() == "about 0 s left"
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("8k", 8192), ("1M", 1 << 20), (" 2K ", 2048)])
