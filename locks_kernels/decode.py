@@ -49,9 +49,7 @@ class Stages(Protocol):
 class ReferenceStages:
     """The plain-torch stages; synchronises with the host, so it cannot be captured."""
 
-    def __init__(
-        self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None
-    ) -> None:
+    def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
         self.cache, self.sequences, self.options = cache, sequences, options
 
     @staticmethod
@@ -109,7 +107,7 @@ class LocksDecoder:
     ) -> None:
         self.cache, self.sequences, self.options = cache, sequences, options
         self.kernels, stages = stages_class(kernels, cache)
-        self.stages = stages(cache, sequences, options, share.stages if share else None)
+        self.stages: Stages = stages(cache, sequences, options, share.stages if share else None)
 
     def prefill(self) -> None:
         """Summarise every complete page that a sequence holds.  Looks at `seq_lens` from the host: not for capture."""
