@@ -1,0 +1,132 @@
+"""The memory plan: what is chosen, and that every copy it promises is really rotated through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from harness_fakes import TINY, tiny_case, tiny_workload
+
+from harness.backends.sdpa import Sdpa
+from harness.case import Case, Model
+from harness.errors import UserError
+from harness.memory import (
+    COLD_FACTOR,
+    MAX_COPIES,
+    DeviceMemory,
+    local_shape,
+    page_bytes,
+    plan_memory,
+    read_bytes,
+    tensor_parallel,
+)
+from harness.presets import find_model
+from locks_kernels.shapes import SelectOptions
+
+H200 = DeviceMemory(free_bytes=140_000_000_000, l2_bytes=60 << 20)
+L2_50 = DeviceMemory(free_bytes=80 << 30, l2_bytes=50 << 20)
+
+
+def llama(ctx: int, batch: int, **changes: object) -> Case:
+    return Case("attention", find_model("llama-3.1-8b"), ctx, batch, SelectOptions(), **changes)  # type: ignore[arg-type]
+
+
+def one_megabyte(megabytes: int, layers: int = 4) -> Case:
+    """A case whose sparsest step reads about that much: all of a short context."""
+    model = dataclasses.replace(TINY, layers=layers, query_heads=8, kv_heads=8, head_dim=128)
+    ctx = megabytes * 256
+    return Case("attention", model, ctx, 1, SelectOptions(ctx))
+
+
+@pytest.mark.parametrize("megabytes", [1, 4])
+def test_enough_copies_to_be_cold(megabytes: int) -> None:
+    case = one_megabyte(megabytes)
+    assert read_bytes(case) == pytest.approx(megabytes << 20, rel=0.01)
+    plan = plan_memory(case, L2_50)
+    assert plan.copies * read_bytes(case) > COLD_FACTOR * L2_50.l2_bytes >= (plan.copies - 1) * read_bytes(case)
+    assert plan.cache_state == "layers"
+    assert plan.launches % plan.copies == 0
+
+
+def test_every_copy_is_in_the_graph() -> None:
+    workload = tiny_workload(copies=3)
+    pools = {id(cache) for cache in workload.caches}
+    assert len(pools) == 3
+    assert len(workload.caches) == len(workload.queries) == workload.plan.launches
+
+
+def test_says_warm_where_copies_cannot_help() -> None:
+    tiny = dataclasses.replace(one_megabyte(1), ctx=64, select=SelectOptions(64))
+    plan = plan_memory(tiny, L2_50)
+    assert plan.copies == MAX_COPIES and plan.cache_state == "warm"
+    assert "NOT more" in plan.note
+    forced = plan_memory(dataclasses.replace(one_megabyte(4), kv="layers=2"), L2_50)
+    assert forced.copies == 2 and forced.cache_state == "warm"
+
+
+def test_unknown_cache_size_is_never_cold() -> None:
+    plan = plan_memory(tiny_case(), DeviceMemory(8 << 30, None))
+    assert plan.cache_state == "warm" and "unknown" in plan.note
+
+
+def test_all_layers_where_they_are_cheap() -> None:
+    plan = plan_memory(llama(8 << 10, 1), H200)
+    assert (plan.plan, plan.copies, plan.launches) == ("resident", 32, 32)
+
+
+def test_fewest_cold_copies_where_they_are_not() -> None:
+    plan = plan_memory(llama(128 << 10, 1), H200)
+    assert plan.plan == f"layers={plan.copies}" and 2 <= plan.copies < 32
+    assert plan.bytes == plan.copies * (8192 + 4) * page_bytes(local_shape(llama(128 << 10, 1)))
+
+
+def test_one_huge_copy_is_cold_with_several_queries() -> None:
+    plan = plan_memory(llama(1 << 20, 16), H200)
+    assert (plan.plan, plan.copies, plan.cache_state) == ("layers=1", 1, "layers")
+    assert plan.launches >= 2
+
+
+def test_a_million_tokens_times_64_is_pooled_and_says_so() -> None:
+    plan = plan_memory(llama(1 << 20, 64), H200)
+    assert plan.plan == plan.cache_state == "pooled"
+    assert plan.bytes < H200.free_bytes and plan.pool_pages >= 65536
+    assert "0.0" in plan.note and "L2" in plan.note
+
+
+def test_level_token_keeps_room_for_weights() -> None:
+    case = dataclasses.replace(llama(128 << 10, 4), level="token")
+    assert plan_memory(case, H200, 16 << 30).plan == "resident"
+    squeezed = plan_memory(case, H200, 100 << 30)
+    assert squeezed.plan.startswith("layers=") and squeezed.launches == 32
+
+
+def test_what_was_asked_for() -> None:
+    assert plan_memory(llama(8 << 10, 1, kv="layers=3"), H200).copies == 3
+    assert plan_memory(llama(8 << 10, 1, kv="resident"), H200).copies == 32
+    assert plan_memory(llama(8 << 10, 2, kv="pooled"), H200).pooled
+    ranks = plan_memory(llama(1 << 20, 1, kv="tp=4"), H200)
+    assert ranks.plan == "tp=4" and ranks.tensor_parallel == 4
+    assert local_shape(llama(1 << 20, 1, kv="tp=4")).kv_heads == 2
+    assert tensor_parallel(llama(1 << 10, 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (llama(1 << 20, 1, kv="resident"), "at most layers=2"),
+        (llama(1 << 20, 64, kv="layers=1"), "use --kv pooled"),
+        (llama(8 << 10, 1, kv="layers=0"), "not known"),
+        (llama(8 << 10, 1, kv="everything"), "use auto, resident"),
+        (llama(64 << 20, 1), "shorter --ctx"),
+        (llama(1 << 20, 64, kv="tp=2"), "more ranks"),
+    ],
+)
+def test_what_cannot_be(case: Case, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_memory(case, H200)
+
+
+def test_bandwidth_counts_the_cache() -> None:
+    model = Model("m", 1, 8, 8, 128, 1024, 1, 1)
+    case = Case("attention", model, 1024, 1, SelectOptions(1024))
+    assert Sdpa().bytes(case)["kv"] == 4_194_304
