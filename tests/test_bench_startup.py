@@ -31,7 +31,9 @@ def start(*arguments: str) -> tuple[str, float]:
     return result.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("latency", "--help"), ("list",), ("list", "--json", "-"), ("show", "--help")])
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("latency", "--help"), ("list",), ("list", "--json", "-"), ("show", "--help")]
+)
 def test_answers_at_once_without_torch(arguments: tuple[str, ...]) -> None:
     outputs, times = zip(*(start(*arguments) for _ in range(3)), strict=True)
     assert outputs[0].splitlines()[-1] == "[]"

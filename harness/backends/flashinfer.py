@@ -41,7 +41,9 @@ class FlashInfer(CudaDenseBackend):
     def prepare(self, workload: Workload, copy: int) -> Launch:
         cache = workload.caches[copy]
         if cache.keys.stride(1) >= HEAD_STRIDE_LIMIT:
-            raise UnsupportedWorkload("FlashInfer keeps strides in 32 bits and this pool is larger; use a smaller --batch or --kv pooled")
+            raise UnsupportedWorkload(
+                "FlashInfer keeps strides in 32 bits and this pool is larger; use a smaller --batch or --kv pooled"
+            )
         if self._wrapper is None:
             self._set_up(workload)
         wrapper, query, out = self._wrapper, workload.queries[copy], torch.empty_like(workload.queries[copy])
