@@ -125,6 +125,8 @@ def plan_memory(case: Case, memory: DeviceMemory, weight_bytes: int = 0) -> Memo
         return _pooled(case, shape, usable, memory)
     if kind == "tp" and fits < 1:
         raise UserError(f"{case.kv}: one layer of one rank is {_gb(copy_bytes)} and {_gb(usable)} are usable; use more ranks")
+    if kind == "layers" and count > MAX_COPIES:
+        raise UserError(f"--kv {case.kv} is more than one CUDA graph should hold; use at most layers={MAX_COPIES}")
     copies = _copies(case, kind, count, needed, fits, int(ALL_LAYERS_SHARE * memory.free_bytes) // copy_bytes)
     if copies > fits:
         raise UserError(

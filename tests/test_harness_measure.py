@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,7 +198,7 @@ def test_rounds_pair_the_backends_in_a_seeded_order() -> None:
 
 def test_zero_from_a_timer_is_finite_and_invalid() -> None:
     for value in (0.0, 1e-9):
-        timer = FakeTimer(lambda value=value: value)
+        timer = FakeTimer(partial(float, value))
         record = measure({"sdpa": Sdpa()}, timer=timer)["sdpa"]
         assert sum(run.asked for run in timer.runs) < 10**6
         assert record.outcome is (Outcome.INVALID if value == 0 else Outcome.OK)

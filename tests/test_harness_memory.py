@@ -24,7 +24,8 @@ from harness.presets import find_model
 from locks_kernels.shapes import SelectOptions
 
 H200 = DeviceMemory(free_bytes=140_000_000_000, l2_bytes=60 << 20)
-L2_50 = DeviceMemory(free_bytes=80 << 30, l2_bytes=50 << 20)
+L2 = 50 << 20
+L2_50 = DeviceMemory(free_bytes=80 << 30, l2_bytes=L2)
 
 
 def llama(ctx: int, batch: int, **changes: object) -> Case:
@@ -43,7 +44,7 @@ def test_enough_copies_to_be_cold(megabytes: int) -> None:
     case = one_megabyte(megabytes)
     assert read_bytes(case) == pytest.approx(megabytes << 20, rel=0.01)
     plan = plan_memory(case, L2_50)
-    assert plan.copies * read_bytes(case) > COLD_FACTOR * L2_50.l2_bytes >= (plan.copies - 1) * read_bytes(case)
+    assert plan.copies * read_bytes(case) > COLD_FACTOR * L2 >= (plan.copies - 1) * read_bytes(case)
     assert plan.cache_state == "layers"
     assert plan.launches % plan.copies == 0
 
@@ -116,6 +117,7 @@ def test_what_was_asked_for() -> None:
         (llama(1 << 20, 1, kv="resident"), "at most layers=2"),
         (llama(1 << 20, 64, kv="layers=1"), "use --kv pooled"),
         (llama(8 << 10, 1, kv="layers=0"), "not known"),
+        (llama(1 << 10, 1, kv="layers=4000"), "one CUDA graph"),
         (llama(8 << 10, 1, kv="everything"), "use auto, resident"),
         (llama(64 << 20, 1), "shorter --ctx"),
         (llama(1 << 20, 64, kv="tp=2"), "more ranks"),
