@@ -119,38 +119,61 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// ---- clusters (one block where the architecture has none) ----------------------------------------------------------
+// ---- clusters: CLUSTER blocks (a macro of the kernels that use it), one block where the architecture has none ----------
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
+#ifdef CLUSTER
 __device__ __forceinline__ uint32 cluster_rank() {
     uint32 rank = 0;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 #endif
     return rank;
 }
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void cluster_sync() {
+    if (CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
+}
+// The word that block `rank` of the cluster has at the place where this block has `local`.
+__device__ __forceinline__ uint32 load_from_block(const uint32* local, uint32 rank) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
-#else
-    __syncthreads();
+    if (CLUSTER > 1) {
+        uint32 remote, value;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
+        asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(remote) : "memory");
+        return value;
+    }
 #endif
+    return *local;
 }
-// Reads the word that block `rank` of the cluster has at the place where this block has `local`.
-__device__ __forceinline__ uint32 load_from_block(const void* local, uint32 rank) {
+// Writes to the place of block `rank` that corresponds to `local`.
+__device__ __forceinline__ void store_to_block(float* local, uint32 rank, float value) {
 #if __CUDA_ARCH__ >= 900
-    uint32 remote, value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(remote) : "memory");
-    return value;
-#else
-    return *static_cast<const volatile uint32*>(local);
+    if (CLUSTER > 1) {
+        uint32 remote;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
+        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+        return;
+    }
 #endif
+    *local = value;
 }
-__device__ __forceinline__ float load_float_from_block(const void* local, uint32 rank) {
-    return __uint_as_float(load_from_block(local, rank));
-}
+#endif
 
 // ---- the scorer's work list ----------------------------------------------------------------------------------------
 // Pages are scored in groups of 8; sequence after sequence the groups form one list, of which block x of X takes
@@ -165,19 +188,26 @@ __device__ __forceinline__ int groups_of(int length, int recent_pages) {
 }
 
 struct WorkList {
-    int64 total;
-    // Groups of all sequences, and of those before `sequence`; the whole warp must call.
-    __device__ __forceinline__ static int64 before(const int* seq_lens, int sequence, int recent_pages) {
-        int sum = 0;  // of at most 2^31 pages a lane
-        for (int i = threadIdx.x % 32; i < sequence; i += 32) sum += groups_of(seq_lens[i], recent_pages);
-        int64 total = sum;
+    int64 total, before;  // groups of all sequences, and of those in front of one
+    int blocks;           // that have work: with more groups than blocks all, else one group each
+
+    // The whole warp must call.
+    __device__ __forceinline__ WorkList(const int* seq_lens, int batch, int sequence, int recent_pages, int grid_blocks) {
+        int sums[2] = {0, 0};  // 2^31 groups are 2^38 tokens
+        for (int i = threadIdx.x % 32; i < batch; i += 32) {
+            const int groups = groups_of(seq_lens[i], recent_pages);
+            sums[0] += groups;
+            sums[1] += i < sequence ? groups : 0;
+        }
 #pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) total += __shfl_xor_sync(ALL_LANES, total, apart);
-        return total;
+        for (int apart = 16; apart > 0; apart /= 2) {
+            sums[0] += __shfl_xor_sync(ALL_LANES, sums[0], apart);
+            sums[1] += __shfl_xor_sync(ALL_LANES, sums[1], apart);
+        }
+        total = sums[0], before = sums[1];
+        blocks = static_cast<int>(min(static_cast<int64>(grid_blocks), total));
     }
-    __device__ __forceinline__ int64 begin(int block, int blocks) const { return total * block / blocks; }
+    __device__ __forceinline__ int64 begin(int block) const { return block < blocks ? total * block / blocks : total; }
     // The block whose share holds `group`: the last one with begin <= group.
-    __device__ __forceinline__ int owner(int64 group, int blocks) const {
-        return static_cast<int>(((group + 1) * blocks - 1) / total);
-    }
+    __device__ __forceinline__ int owner(int64 group) const { return static_cast<int>(((group + 1) * blocks - 1) / total); }
 };

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 SOURCES = Path(__file__).parent
-PORTABLE_CLUSTER = 8
 
 
 def cache_directory() -> Path:
@@ -85,7 +84,13 @@ class Kernel:
     """One kernel of a source, ready to launch on the current torch stream with programmatic dependent launch."""
 
     def __init__(
-        self, source: str, name: str, macros: Mapping[str, object], device: torch.device, threads: int, shared_bytes: int = 0
+        self,
+        source: str,
+        name: str,
+        macros: Mapping[str, object],
+        device: torch.device,
+        threads: int,
+        shared_bytes: int = 0,
     ) -> None:
         from cuda.bindings import driver
 
@@ -98,16 +103,14 @@ class Kernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(self.function, attribute, shared_bytes))
 
-    def largest_cluster(self) -> int:
-        """16 where the device can run clusters of 16 blocks of this kernel, 8 where it has clusters at all, else 1."""
+    def runs_at_once(self, cluster: int, clusters: int) -> bool:
+        """Whether `clusters` clusters of `cluster` blocks are resident together; allows more than 8 blocks, too."""
         from cuda.bindings import driver
 
-        if not self.overlaps:
-            return 1
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
         check(driver.cuFuncSetAttribute(self.function, attribute, 1))
-        config = self._config((16, 1, 1), 16)
-        return 16 if check(driver.cuOccupancyMaxActiveClusters(self.function, config)) > 0 else PORTABLE_CLUSTER
+        config = self._config((cluster, 1, 1), cluster)
+        return check(driver.cuOccupancyMaxActiveClusters(self.function, config)) >= clusters
 
     def _config(self, grid: tuple[int, int, int], cluster: int) -> Any:
         from cuda.bindings import driver
@@ -130,7 +133,9 @@ class Kernel:
         config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
-    def launch(self, grid: tuple[int, int, int], arguments: Sequence[torch.Tensor | int | tuple[int]], cluster: int = 1) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], arguments: Sequence[torch.Tensor | int | tuple[int]], cluster: int = 1
+    ) -> None:
         """Tensors pass as pointers, int as 32-bit and (int,) as 64-bit integers."""
         from cuda.bindings import driver
 

@@ -323,8 +323,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // kernel (append, finalise) let this one start: no wait until the end.
     let_next_kernel_start();
 
-    const WorkList list = {WorkList::before(seq_lens, batch, recent_pages)};
-    const int64 begin = list.begin(blockIdx.x, gridDim.x), end = list.begin(blockIdx.x + 1, gridDim.x);
+    const WorkList list(seq_lens, batch, 0, recent_pages, gridDim.x);
+    const int64 begin = list.begin(blockIdx.x), end = list.begin(blockIdx.x + 1);
     int sequence = 0;
     int64 skipped = 0;  // groups of the sequences before `sequence`
     for (int n; begin < end && skipped + (n = groups_of(seq_lens[sequence], recent_pages)) <= begin; ++sequence) skipped += n;

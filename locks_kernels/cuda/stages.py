@@ -14,13 +14,13 @@ from locks_kernels.decode import Stages
 from locks_kernels.shapes import DecodeShape, SelectOptions
 from locks_kernels.summary import RecordLayout
 
+PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 GROUP_PAGES = 8  # pages that a warp of the scorer takes at a time
 SCORE_BLOCK_HEADS = 8
 RESERVED_SHARED_BYTES = 4096  # static shared memory and what the driver keeps for itself
-SELECT_THREADS, SELECT_STATIC_BYTES = 512, 8192
-SLICE_PAGES = 1024  # pages below which another block of the selection's cluster does not pay
-ATTEND_WARPS = 8
-BUILD_WARPS = 4
+SELECT_THREADS, SELECT_STATIC_BYTES = 1024, 8192
+SLICE_PAGES = 2048  # pages below which another block of the selection's cluster does not pay
+ATTEND_WARPS, ATTEND_RING, ATTEND_STATIC_BYTES = 8, 3, 16384
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,25 @@ class Launch:
             blocks *= 2
         return blocks
 
+    def attend_stages(self, blocks: int) -> int:
+        """Tiles in a warp's ring: no more than it has, and what fits beside the merge buffers."""
+        tiles = -(-self.kept * self.shape.page_size // (16 * blocks * ATTEND_WARPS))
+        fits = (self.shared_bytes - ATTEND_STATIC_BYTES) // (ATTEND_WARPS * self._attend_tile_bytes)
+        return max(1, min(ATTEND_RING, tiles, fits))
+
+    @property
+    def _attend_tile_bytes(self) -> int:
+        return 16 * 2 * (self.shape.head_dim + min(self.shape.head_dim, 128))
+
+    def attend_shared_bytes(self, stages: int) -> int:
+        partial_outputs = 4 * self.shape.group * min(self.shape.head_dim, 128)
+        return ATTEND_WARPS * max(stages * self._attend_tile_bytes, partial_outputs)
+
+    @property
+    def build_warps(self) -> int:
+        """Warps per block of the builder; two pages of 64 tokens fill its shared memory."""
+        return 2 if self.shape.page_size == 64 else 4
+
     @property
     def attend_parts(self) -> int:
         """Blocks that share an output row, 128 channels each."""
@@ -96,9 +115,7 @@ class Launch:
 class CudaStages:
     """Stages (decode.py) in CUDA C++.  All launches are asynchronous and capturable."""
 
-    def __init__(
-        self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None
-    ) -> None:
+    def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
         self.cache, self.sequences, self.options = cache, sequences, options
         shape, device = cache.shape, cache.keys.device
         kept = options.kept_pages(shape.page_size)
@@ -132,7 +149,7 @@ class CudaStages:
         )
 
     def _make_kernels(self, device: torch.device) -> None:
-        plan, shape = self.plan, self.cache.shape
+        plan, heads = self.plan, self.sequences.batch * self.cache.shape.kv_heads
         score_macros = {
             **plan.macros,
             "HEADS": plan.score_heads,
@@ -142,17 +159,23 @@ class CudaStages:
         }
         threads = 32 * (plan.score_heads * plan.score_subs + 1)
         self.score_kernel = Kernel("score", "score", score_macros, device, threads, plan.score_ring_bytes)
-        most_keys = plan.shared_bytes - SELECT_STATIC_BYTES
-        self.select_kernel = Kernel("select", "select_pages", plan.macros, device, SELECT_THREADS, most_keys)
-        self.select_blocks = plan.select_cluster(self.select_kernel.largest_cluster())
-        slice_pages = -(-plan.max_pages // (4 * self.select_blocks)) * 4
-        self.slice_capacity = slice_pages + 4
-        self.select_kernel.shared_bytes = min(4 * self.slice_capacity, most_keys)
-        channels = min(shape.head_dim, 128)
-        attend_shared = 4 * ATTEND_WARPS * shape.group * channels
-        self.attend_kernel = Kernel("attend", "attend", plan.macros, device, 32 * ATTEND_WARPS, attend_shared)
-        self.attend_blocks = plan.attend_cluster(self.attend_kernel.largest_cluster())
-        build_threads = 32 * BUILD_WARPS
+        for largest in (LARGEST_CLUSTER, PORTABLE_CLUSTER) if self.score_kernel.overlaps else (1,):
+            self.select_blocks = blocks = plan.select_cluster(largest)
+            self.slice_capacity = -(-plan.max_pages // (4 * blocks)) * 4
+            macros = {**plan.macros, "CLUSTER": blocks}
+            shared_bytes = 4 * self.slice_capacity
+            self.select_kernel = Kernel("select", "select_pages", macros, device, SELECT_THREADS, shared_bytes)
+            if blocks <= PORTABLE_CLUSTER or self.select_kernel.runs_at_once(blocks, heads):
+                break
+        for largest in (LARGEST_CLUSTER, PORTABLE_CLUSTER) if self.score_kernel.overlaps else (1,):
+            self.attend_blocks = blocks = plan.attend_cluster(largest)
+            stages = plan.attend_stages(blocks)
+            macros = {**plan.macros, "CLUSTER": blocks, "STAGES": stages}
+            shared_bytes = plan.attend_shared_bytes(stages)
+            self.attend_kernel = Kernel("attend", "attend", macros, device, 32 * ATTEND_WARPS, shared_bytes)
+            if blocks <= PORTABLE_CLUSTER or self.attend_kernel.runs_at_once(blocks, heads * plan.attend_parts):
+                break
+        build_threads = 32 * plan.build_warps
         self.build_kernel = Kernel("build", "build", plan.macros, device, build_threads)
         self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, build_threads)
 
@@ -164,8 +187,6 @@ class CudaStages:
             return "needs compute capability 8.0 or newer (int8 tensor cores, asynchronous copies)"
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
             return "needs cuda-core: pip install 'locks-bench[cuda]'"
-        if cache.shape.page_size > 32:
-            return "page size 64 is not built in CUDA C++ (the eigensolver keeps a column per lane); use kernels='triton'"
         return None
 
     @property
@@ -174,8 +195,8 @@ class CudaStages:
         return (page,), (head,), (token,)
 
     def _build_blocks(self, units: int) -> int:
-        per_block = BUILD_WARPS * (2 if self.cache.shape.page_size == 16 else 1)
-        return -(-units // per_block)
+        """Blocks that take `units` pages of one KV head, 64 / PAGE to a warp."""
+        return -(-units // (self.plan.build_warps * 64 // self.cache.shape.page_size))
 
     def build(self, page_ids: torch.Tensor) -> None:
         if len(page_ids) == 0:
