@@ -89,7 +89,7 @@ def prepare(
         if not backend.capturable:
             raise CaptureError("its launches look at device values from the host")
     run = timer.capture(level, cycle)
-    check_graph(gate, run, eager, cycle)
+    check_graph(gate, run, eager, cycle, case.level)
     record.gate = gate.record()
     steps = level.steps * len(cycle.phases)
     return Contestant(case, data, backend, level, cycle, run, warm_up(run.samples, rule, steps, clock_s))

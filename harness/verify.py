@@ -11,11 +11,14 @@ import torch
 from harness.backend import Backend, Check, Launch
 
 if TYPE_CHECKING:
+    from harness.case import Level
     from harness.timer import Cycle, Run
     from harness.workload import Workload
 
 ERROR_TOLERANCE = 1e-2  # of the worst head: distance to the expected output over its length
-REPEAT_TOLERANCE = 1e-3  # same, between two runs: kernels with atomics may differ in the last bits
+REPEAT_TOLERANCE = 1e-3  # same, between two runs: kernels with atomics may differ in the last bits ...
+# ... and through all layers of a model these grow; a stale length or a dropped layer moves logits by their own size.
+GRAPH_TOLERANCE = {"attention": REPEAT_TOLERANCE, "token": 3e-2}
 
 
 class Incorrect(Exception):
@@ -98,7 +101,7 @@ def _check_phase(gate: Gate, workload: Workload, backend: Backend, launches: Seq
     gate.add(Check("finite", whole, whole))
 
 
-def check_graph(gate: Gate, run: Run, eager: Run, cycle: Cycle) -> None:
+def check_graph(gate: Gate, run: Run, eager: Run, cycle: Cycle, level: Level) -> None:
     """The captured graph gives what the same launches give without it, also at a length it was not captured at."""
     for phase in dict.fromkeys((cycle.phases[0], cycle.phases[-1])):
         expected = [output.clone() for output in eager.once(phase)]
@@ -106,7 +109,7 @@ def check_graph(gate: Gate, run: Run, eager: Run, cycle: Cycle) -> None:
         same = all(bool(output.isfinite().all()) for output in found)
         gate.add(Check("graph_finite", same, same))
         errors = [relative_error(output, want) for output, want in zip(found, expected, strict=True)]
-        gate.add(Check("graph_equals_eager", max(errors) <= REPEAT_TOLERANCE, max(errors)))
+        gate.add(Check("graph_equals_eager", max(errors) <= GRAPH_TOLERANCE[level], max(errors)))
 
 
 def _plain(value: Any) -> Any:

@@ -174,9 +174,9 @@ def test_a_stale_graph_is_caught() -> None:
         def once(self, phase: int) -> list[torch.Tensor]:
             return stale
 
-    check_graph(Gate(workload), Eager(), Eager(), cycle)  # type: ignore[arg-type]
+    check_graph(Gate(workload), Eager(), Eager(), cycle, "attention")  # type: ignore[arg-type]
     with pytest.raises(Incorrect, match="graph_equals_eager"):
-        check_graph(Gate(workload), Stale(), Eager(), cycle)  # type: ignore[arg-type]
+        check_graph(Gate(workload), Stale(), Eager(), cycle, "attention")  # type: ignore[arg-type]
 
 
 def test_relative_error_is_of_the_worst_head_and_never_nan() -> None:
