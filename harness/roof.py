@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-GPU_BYTES = 4 << 30
+GPU_BYTES = 4 << 30  # 2^30 elements: offsets fit in 32 bits
 CPU_BYTES = 128 << 20
 FREE_SHARE = 0.5
 BLOCK = 1 << 16  # bytes; a whole number of any kernel's blocks

@@ -17,7 +17,7 @@ def _reduce(x_ptr, out_ptr, blocks, BLOCK: tl.constexpr):  # type: ignore[no-unt
     total = tl.zeros((BLOCK,), tl.int32)  # [BLOCK]
     offs = tl.arange(0, BLOCK)
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=4):
-        total += tl.load(x_ptr + block.to(tl.int64) * BLOCK + offs)
+        total += tl.load(x_ptr + block * BLOCK + offs)
     tl.store(out_ptr + tl.program_id(0), tl.sum(total))
 
 
