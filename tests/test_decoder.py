@@ -1,0 +1,171 @@
+"""Whole decode steps: across page boundaries, over recycled blocks, and replayed from one CUDA graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import (
+    DEVICE,
+    KERNELS,
+    ON_GPU,
+    assert_close_output,
+    assert_good_table,
+    layout,
+    make,
+    make_query,
+    make_stages,
+    randn,
+    relative_error,
+)
+
+from locks_kernels import reference
+from locks_kernels.cache import PagedCache, Sequences
+from locks_kernels.decode import LocksDecoder, stages_class
+from locks_kernels.shapes import DecodeShape, SelectOptions, ShapeError
+from locks_kernels.summary import unpack
+
+TINY = DecodeShape(6, 2, 64, 16, 4)
+OPTIONS = SelectOptions(3 * 16)
+KERNELS_AND_REFERENCE = ["reference", *KERNELS]
+
+
+def copy_of(cache: PagedCache) -> PagedCache:
+    return PagedCache(cache.shape, cache.keys.clone(), cache.values.clone(), cache.summaries.clone())
+
+
+def new_token(cache: PagedCache, batch: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape, dtype = cache.shape, cache.keys.dtype
+    size = (batch, shape.kv_heads, shape.head_dim)
+    keys, values = (1.5 * randn(*size, seed=1000 + step)).to(dtype), randn(*size, seed=2000 + step).to(dtype)
+    return 2 * make_query(shape, batch, seed=3000 + step), keys, values
+
+
+def complete_pages(sequences: Sequences, shape: DecodeShape) -> torch.Tensor:
+    logical = torch.arange(sequences.max_pages, device=DEVICE)
+    return sequences.block_table[logical < (sequences.seq_lens // shape.page_size)[:, None]].long()
+
+
+def assert_step(decoder: LocksDecoder, query: torch.Tensor, out: torch.Tensor) -> None:
+    """The step's table fits the summaries that it left, and its output fits the table."""
+    cache, sequences, options = decoder.cache, decoder.sequences, decoder.options
+    scores = reference.score(query, cache, sequences, options.recent_pages)
+    combined = reference.combine(scores, cache.shape.kv_heads, options.combine)
+    assert_good_table(decoder.tables, combined, sequences, cache.shape, options)
+    assert_close_output(out, reference.attend(query, cache, sequences, decoder.tables)[0], cache.shape.dtype)
+
+
+def assert_summaries(cache: PagedCache, pages: torch.Tensor) -> None:
+    """Records of `pages` are as good as records rebuilt from scratch."""
+    keys = cache.keys[pages].float()
+    best = relative_error(reference.summarise(keys, cache.shape.rank).reconstruct(), keys)
+    assert (relative_error(unpack(cache.summaries[pages], layout(cache)).reconstruct(), keys) <= 1.01 * best + 1e-4).all()
+
+
+@pytest.mark.parametrize("kernels", KERNELS_AND_REFERENCE)
+def test_decode_across_page_boundaries(kernels: str) -> None:
+    cache, sequences = make(TINY, (14, 0, 30, 49), room=4)
+    make_stages(kernels, cache, sequences, OPTIONS)  # skips where unsupported
+    plain = copy_of(cache)
+    cache.summaries.fill_(0xFF)
+    decoder = LocksDecoder(cache, sequences, OPTIONS, kernels)
+    assert decoder.kernels == kernels
+    decoder.prefill()
+    for step in range(37):
+        sequences.seq_lens += (sequences.seq_lens > 0).int()
+        query, keys, values = new_token(cache, 4, step)
+        out = decoder.step(query, keys, values)
+        expected = reference.decode_step(query, keys, values, plain, sequences, OPTIONS)
+        assert_close_output(out, expected, TINY.dtype)
+        assert_step(decoder, query, out)
+    assert sequences.seq_lens.tolist() == [51, 0, 67, 86]
+    assert (out[1] == 0).all() and (decoder.tables[1] == -1).all()
+    assert torch.equal(cache.keys.nan_to_num(7.0), plain.keys.nan_to_num(7.0))
+    assert_summaries(cache, complete_pages(sequences, TINY))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_recycled_block_gets_a_new_summary(kernels: str) -> None:
+    cache, sequences = make(TINY, (4 * 16,), room=1)
+    make_stages(kernels, cache, sequences, OPTIONS)
+    decoder = LocksDecoder(cache, sequences, OPTIONS, kernels)
+    decoder.prefill()
+    old = int(sequences.block_table[0, 0])
+    sequences.block_table[0] = sequences.block_table[0].roll(-1)  # the oldest page is given up and comes last
+    sequences.seq_lens -= 16
+    stale = cache.summaries[old].clone()
+    for step in range(32):
+        sequences.seq_lens += 1
+        query, keys, values = new_token(cache, 1, step)
+        assert_step(decoder, query, decoder.step(query, keys, values))
+    assert int(sequences.block_table[0, 4]) == old and int(sequences.seq_lens[0]) == 80
+    assert not torch.equal(cache.summaries[old], stale)
+    assert_summaries(cache, complete_pages(sequences, TINY))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_layers_that_share_a_workspace(kernels: str) -> None:
+    first, sequences = make(TINY, (70, 90), seed=1)
+    second, _ = make(TINY, (70, 90), seed=1)
+    second.values.copy_(second.values.roll(1, -1))
+    make_stages(kernels, first, sequences, OPTIONS)
+    layers = [LocksDecoder(first, sequences, OPTIONS, kernels)]
+    layers.append(LocksDecoder(second, sequences, OPTIONS, kernels, share=layers[0]))
+    query, keys, values = new_token(first, 2, 0)
+    for layer in layers:
+        assert_step(layer, query, layer.step(query, keys, values))
+
+
+def test_workspace_of_another_shape_is_refused() -> None:
+    if ON_GPU:
+        pytest.skip("one refusal is enough")
+    cache, sequences = make(TINY, (70,))
+    decoder = LocksDecoder(cache, sequences, OPTIONS, "triton")
+    with pytest.raises(ShapeError, match="share a workspace"):
+        LocksDecoder(cache, sequences, replace(OPTIONS, combine="peak"), "triton", share=decoder)
+
+
+def test_unknown_and_unsupported_kernels_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _ = make(TINY, (16,))
+    with pytest.raises(ShapeError, match="auto, cuda, triton, reference"):
+        stages_class("locks", cache)
+    on_cpu = PagedCache.allocate(TINY, 1, "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ShapeError, match="TRITON_INTERPRET=1"):
+        stages_class("triton", on_cpu)
+    assert stages_class("auto", on_cpu)[0] == "reference"
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("combine", ("share", "peak"))
+def test_one_graph_is_replayed_as_lengths_grow(kernels: str, combine: str) -> None:
+    shape, options = DecodeShape(32, 8), SelectOptions(6 * 16, combine=combine)
+    cache, sequences = make(shape, (1, 14, 0, 120), room=20)
+    make_stages(kernels, cache, sequences, options)
+    decoder = LocksDecoder(cache, sequences, options, kernels)
+    decoder.prefill()
+    plain = copy_of(cache)
+    inputs = new_token(cache, 4, 0)
+    out = torch.empty_like(inputs[0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        decoder.step(*inputs, out)  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step(*inputs, out)
+    for step in range(200):
+        sequences.seq_lens += (sequences.seq_lens > 0).int()
+        for buffer, fresh in zip(inputs, new_token(cache, 4, step), strict=True):
+            buffer.copy_(fresh)
+        graph.replay()
+        reference.append(plain, sequences, inputs[1], inputs[2])
+        if step % 9 == 0 or step > 190:
+            assert_step(decoder, inputs[0], out)
+    assert torch.equal(cache.keys.nan_to_num(7.0), plain.keys.nan_to_num(7.0))
+    assert torch.equal(cache.values.nan_to_num(7.0), plain.values.nan_to_num(7.0))
+    assert_summaries(cache, complete_pages(sequences, shape))
