@@ -38,8 +38,8 @@ __device__ __forceinline__ float group_sum(float x) {
     return x;
 }
 __device__ __forceinline__ float scale_of(float largest, float bound) { return round_bf16(fmaxf(largest / bound, 1e-8f)); }
-__device__ __forceinline__ int quantise(float x, float scale, int lowest, int highest) {
-    return min(max(__float2int_rn(x / scale), lowest), highest);
+__device__ __forceinline__ int quantise(float x, float inverse_scale, int lowest, int highest) {
+    return min(max(__float2int_rn(x * inverse_scale), lowest), highest);
 }
 __device__ __forceinline__ uint32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -256,10 +256,10 @@ __device__ __forceinline__ void store_coefficients(const Scratch& scratch, int u
         values[r] = scratch.vectors[unit][r][token] * scratch.singular[unit][r];
         largest = fmaxf(largest, fabsf(values[r]));
     }
-    const float scale = scale_of(largest, 127.f);
+    const float scale = scale_of(largest, 127.f), inverse = 1.f / scale;
 #pragma unroll
     for (int r = 0; r < R; r += 2) {
-        const int low = quantise(values[r], scale, -127, 127), high = quantise(values[r + 1], scale, -127, 127);
+        const int low = quantise(values[r], inverse, -127, 127), high = quantise(values[r + 1], inverse, -127, 127);
         *reinterpret_cast<uint16*>(record + COEFFICIENTS_AT + token * R + r) = static_cast<uint16>((low & 0xff) | (high & 0xff) << 8);
     }
     *reinterpret_cast<uint16*>(record + COEFFICIENT_SCALE_AT + 2 * token) = static_cast<uint16>(__float_as_uint(scale) >> 16);
@@ -311,14 +311,14 @@ __device__ __forceinline__ void store_basis(Scratch& scratch, int unit, const ui
     }
 #pragma unroll
     for (int apart = 4; apart < 32; apart *= 2) largest_mean = fmaxf(largest_mean, __shfl_xor_sync(ALL_LANES, largest_mean, apart));
-    const float mean_scale = scale_of(largest_mean, 127.f);
+    const float mean_scale = scale_of(largest_mean, 127.f), inverse_mean_scale = 1.f / mean_scale;
     if (quad == 0) {
 #pragma unroll
         for (int chunk = 0; chunk < D / 64; ++chunk) {
             uint32 packed[2] = {0, 0};
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                packed[i / 4] |= static_cast<uint32>(quantise(means[chunk][i], mean_scale, -127, 127) & 0xff) << (8 * (i % 4));
+                packed[i / 4] |= static_cast<uint32>(quantise(means[chunk][i], inverse_mean_scale, -127, 127) & 0xff) << (8 * (i % 4));
             *reinterpret_cast<uint2*>(record + CENTROID_AT + 64 * chunk + 8 * row) = make_uint2(packed[0], packed[1]);
         }
         if (row == 0) *reinterpret_cast<uint16*>(record + CENTROID_SCALE_AT) = static_cast<uint16>(__float_as_uint(mean_scale) >> 16);
@@ -335,14 +335,14 @@ __device__ __forceinline__ void store_basis(Scratch& scratch, int unit, const ui
             largest = fmaxf(largest, fabsf(basis[chunk][i]));
         }
     largest = quad_max(largest);
-    const float scale = scale_of(largest, 7.f);
+    const float scale = scale_of(largest, 7.f), inverse_scale = 1.f / scale;
     if (row < R) {
 #pragma unroll
         for (int chunk = 0; chunk < D / 64; ++chunk) {
             uint32 packed[2] = {0, 0};
 #pragma unroll
             for (int i = 0; i < 16; ++i)
-                packed[i / 8] |= static_cast<uint32>(quantise(basis[chunk][i], scale, -8, 7) & 0xf) << (4 * (i % 8));
+                packed[i / 8] |= static_cast<uint32>(quantise(basis[chunk][i], inverse_scale, -8, 7) & 0xf) << (4 * (i % 8));
             *reinterpret_cast<uint2*>(record + BASIS_AT + row * (D / 2) + 32 * chunk + 8 * quad) = make_uint2(packed[0], packed[1]);
         }
         if (quad == 0) *reinterpret_cast<uint16*>(record + BASIS_SCALE_AT + 2 * row) = static_cast<uint16>(__float_as_uint(scale) >> 16);
@@ -390,29 +390,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // Writes each sequence's new token (new_keys, new_values [B, kv_heads, D]) at position seq_lens - 1 and summarises the page that
-// it fills.  The next kernel may start at once: it does not need what this one writes, see score.cu.
+// it fills.  A warp has one unit, since here latency counts.  The next kernel may start at once: it does not need what this one
+// writes, see score.cu.
 extern "C" __global__ void __launch_bounds__(THREADS)
     append_finalise(uint16* keys, uint16* values, const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values,
                     const int* __restrict__ block_table, const int* __restrict__ seq_lens, uint8* __restrict__ summaries, int batch,
                     int kv_heads, int max_pages, int64 page_stride, int64 head_stride, int64 token_stride) {
     __shared__ Scratch shared[WARPS];
     Scratch& scratch = shared[threadIdx.x / 32];
-    const int lane = threadIdx.x % 32, unit = lane / LANES, unit_lane = lane % LANES;
+    const int lane = threadIdx.x % 32;
+    const int at = blockIdx.x * WARPS + threadIdx.x / 32, sequence = at / kv_heads, head = at % kv_heads;
     wait_for_previous_kernel();
     let_next_kernel_start();
-    const int at = (blockIdx.x * WARPS + threadIdx.x / 32) * UNITS + unit, sequence = at / kv_heads, head = at % kv_heads;
     const int length = sequence < batch ? seq_lens[sequence] : 0;
-    const bool filled = length > 0 && length % PAGE == 0;
-    if (length > 0) {
-        const int64 page = block_table[static_cast<int64>(sequence) * max_pages + (length - 1) / PAGE];
-        const int64 base = page * page_stride + head * head_stride, to = base + (length - 1) % PAGE * token_stride;
-        for (int c = 8 * unit_lane; c < D; c += 8 * LANES) {
-            *reinterpret_cast<uint4*>(keys + to + c) = *reinterpret_cast<const uint4*>(new_keys + static_cast<int64>(at) * D + c);
-            *reinterpret_cast<uint4*>(values + to + c) = *reinterpret_cast<const uint4*>(new_values + static_cast<int64>(at) * D + c);
-        }
-        if (unit_lane == 0) scratch.keys[unit] = keys + base, scratch.record[unit] = summaries + (page * kv_heads + head) * RECORD;
+    if (length <= 0) return;
+    const int64 page = block_table[static_cast<int64>(sequence) * max_pages + (length - 1) / PAGE];
+    const int64 base = page * page_stride + head * head_stride, to = base + (length - 1) % PAGE * token_stride;
+    for (int c = 8 * lane; c < D; c += 256) {
+        *reinterpret_cast<uint4*>(keys + to + c) = *reinterpret_cast<const uint4*>(new_keys + static_cast<int64>(at) * D + c);
+        *reinterpret_cast<uint4*>(values + to + c) = *reinterpret_cast<const uint4*>(new_values + static_cast<int64>(at) * D + c);
     }
-    if (unit_lane == 0 && !filled) scratch.keys[unit] = nullptr;
+    if (length % PAGE) return;
+    if (lane < UNITS) {
+        scratch.keys[lane] = lane == 0 ? keys + base : nullptr;
+        scratch.record[lane] = summaries + (page * kv_heads + head) * RECORD;
+    }
     __syncwarp();
-    if (__any_sync(ALL_LANES, filled)) summarise(scratch, token_stride);
+    summarise(scratch, token_stride);
 }

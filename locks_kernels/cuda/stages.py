@@ -129,7 +129,7 @@ class CudaStages:
             sequences.max_pages,
             kept,
             properties.multi_processor_count,
-            properties.shared_memory_per_block_optin,
+            properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
         self.plan = plan
         heads = (sequences.batch, shape.query_heads)
@@ -194,15 +194,12 @@ class CudaStages:
         page, head, token, _ = self.cache.keys.stride()
         return (page,), (head,), (token,)
 
-    def _build_blocks(self, units: int) -> int:
-        """Blocks that take `units` pages of one KV head, 64 / PAGE to a warp."""
-        return -(-units // (self.plan.build_warps * 64 // self.cache.shape.page_size))
-
     def build(self, page_ids: torch.Tensor) -> None:
         if len(page_ids) == 0:
             return
         cache = self.cache
-        blocks = min(self._build_blocks(len(page_ids) * cache.shape.kv_heads), 1 << 20)
+        units_per_block = self.plan.build_warps * 64 // cache.shape.page_size  # a page of one KV head is a unit
+        blocks = min(-(-len(page_ids) * cache.shape.kv_heads // units_per_block), 1 << 20)
         count = (len(page_ids),)
         arguments = (cache.keys, page_ids.long().contiguous(), cache.summaries, count, cache.shape.kv_heads, *self._strides)
         self.build_kernel.launch((blocks, 1, 1), arguments)
@@ -211,7 +208,7 @@ class CudaStages:
         cache, sequences = self.cache, self.sequences
         batch, kv_heads = sequences.batch, cache.shape.kv_heads
         self.append_kernel.launch(
-            (self._build_blocks(batch * kv_heads), 1, 1),
+            (-(-batch * kv_heads // self.plan.build_warps), 1, 1),
             (
                 cache.keys,
                 cache.values,
