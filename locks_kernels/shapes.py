@@ -43,8 +43,7 @@ class DecodeShape:
             raise ShapeError(f"heads must be positive, got {self.query_heads} query and {self.kv_heads} KV heads")
         if self.query_heads % self.kv_heads:
             raise ShapeError(
-                f"{self.query_heads} query heads do not divide into {self.kv_heads} KV heads; "
-                "use a multiple of the KV heads"
+                f"{self.query_heads} query heads do not divide into {self.kv_heads} KV heads; use a multiple of the KV heads"
             )
         if self.group > MAX_GROUP:
             raise ShapeError(f"group of {self.group} query heads per KV head; at most {MAX_GROUP} are supported")
