@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ import torch
 
 from harness.level import LevelLaunch
 
+EMPTY_GRAPH = ".*CUDA Graph is empty"  # torch only warns when every launch went to a stream that was not captured
 WARM_LAUNCHES = 3  # on a side stream before a capture: lazy compilation and allocation must be over by then
 
 
@@ -153,8 +155,9 @@ def _captured(level: LevelLaunch) -> tuple[torch.cuda.CUDAGraph, list[torch.Tens
     collecting = gc.isenabled()
     gc.disable()  # a finaliser that frees device memory inside a capture ends it
     try:
-        with torch.cuda.graph(graph):
+        with warnings.catch_warnings(), torch.cuda.graph(graph):
             outputs = _as_list(level.launch())
+            warnings.filterwarnings("error", message=EMPTY_GRAPH)  # only now: it must not hide an error of the launch
     finally:
         if collecting:
             gc.enable()

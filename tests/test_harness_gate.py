@@ -172,7 +172,7 @@ def test_a_stale_graph_is_caught() -> None:
 
     class Stale:
         def once(self, phase: int) -> list[torch.Tensor]:
-            return stale
+            return [output.clone() for output in stale]
 
     check_graph(Gate(workload), Eager(), Eager(), cycle, "attention")  # type: ignore[arg-type]
     with pytest.raises(Incorrect, match="graph_equals_eager"):
