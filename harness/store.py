@@ -78,7 +78,7 @@ class Store:
 def load(paths: Iterable[Path | str], on_note: Note = _silent) -> list[Record]:
     """Latest record of each key in stores, folders of stores (searched to any depth) and `.jsonl` files, oldest first."""
     latest: dict[str, Record] = {}
-    for file in _files(paths):
+    for file in files_of(paths):
         for record in read(file, on_note):
             known = latest.get(record.key)
             if known is None or record.time >= known.time:
@@ -114,7 +114,8 @@ def read(file: Path, on_note: Note = _silent) -> list[Record]:
     return records
 
 
-def _files(paths: Iterable[Path | str]) -> list[Path]:
+def files_of(paths: Iterable[Path | str]) -> list[Path]:
+    """Every `.jsonl` file of stores and folders of stores, in order.  UserError if there is none."""
     files: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
