@@ -14,16 +14,19 @@
 constexpr int LANES = PAGE / 2;  // lanes of one page: two columns each
 constexpr int UNITS = 32 / LANES;
 constexpr int WARPS = PAGE == 64 ? 2 : 4, THREADS = 32 * WARPS;
+constexpr int APPEND_WARPS = 2;
 constexpr int TILES = PAGE / 16;
 constexpr int SWEEPS = 3;
 
+// Of one warp with at most SLOTS units; lanes of units behind SLOTS compute along without a place to write to.
+template <int SLOTS>
 struct Scratch {
-    const uint16* keys[UNITS];  // of each unit's page, null where there is nothing to do
-    uint8* record[UNITS];
-    float gram[UNITS][PAGE][PAGE + 1];
-    float4 column[UNITS][PAGE / 4];  // row means, then the pivot column
-    float vectors[UNITS][R][PAGE];
-    float singular[UNITS][R], vector_sum[UNITS][R];
+    const uint16* keys[SLOTS];  // of each unit's page, null where there is nothing to do
+    uint8* record[SLOTS];
+    float gram[SLOTS][PAGE][PAGE + 1];
+    float4 column[SLOTS][PAGE / 4];  // row means, then the pivot column
+    float vectors[SLOTS][R][PAGE];
+    float singular[SLOTS][R], vector_sum[SLOTS][R];
     float mean[D];
 };
 
@@ -136,7 +139,9 @@ struct Columns {
 };
 
 // Columns 2 lane, 2 lane + 1 of the centred Gram matrix over its trace, and their diagonal entries; returns the trace.
-__device__ __forceinline__ float load_centred(Columns& columns, float (&diagonal)[2], Scratch& scratch, int unit, int lane, bool live) {
+template <int SLOTS>
+__device__ __forceinline__ float load_centred(Columns& columns, float (&diagonal)[2], Scratch<SLOTS>& scratch, int unit, int lane,
+                                             bool live) {
     float mean[2] = {};
 #pragma unroll
     for (int i = 0; i < PAGE; ++i)
@@ -147,7 +152,7 @@ __device__ __forceinline__ float load_centred(Columns& columns, float (&diagonal
         }
     const float total = group_sum(mean[0] + mean[1]) * (1.f / PAGE);
     float* means = reinterpret_cast<float*>(scratch.column[unit]);
-    means[2 * lane] = mean[0], means[2 * lane + 1] = mean[1];
+    if (live) means[2 * lane] = mean[0], means[2 * lane + 1] = mean[1];
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < PAGE; ++i)
@@ -166,7 +171,8 @@ __device__ __forceinline__ float load_centred(Columns& columns, float (&diagonal
 }
 
 // Replaces the columns of a symmetric matrix of trace 1 by those of its Cholesky factor, largest remaining diagonal first.
-__device__ __forceinline__ void factorise(Columns& columns, float (&diagonal)[2], Scratch& scratch, int unit, int lane) {
+template <int SLOTS>
+__device__ __forceinline__ void factorise(Columns& columns, float (&diagonal)[2], Scratch<SLOTS>& scratch, int unit, int lane, bool live) {
     float4* shared = scratch.column[unit];
     bool left[2] = {true, true};
 #pragma unroll 1
@@ -189,7 +195,7 @@ __device__ __forceinline__ void factorise(Columns& columns, float (&diagonal)[2]
                 for (int i = 0; i < PAGE; ++i) columns.w[c][i] *= inverse;
 #pragma unroll
                 for (int i = 0; i < PAGE; i += 4)
-                    shared[i / 4] = make_float4(columns.w[c][i], columns.w[c][i + 1], columns.w[c][i + 2], columns.w[c][i + 3]);
+                    if (live) shared[i / 4] = make_float4(columns.w[c][i], columns.w[c][i + 1], columns.w[c][i + 2], columns.w[c][i + 3]);
             }
         __syncwarp();
         const float2 own = reinterpret_cast<const float2*>(shared)[lane];
@@ -212,16 +218,17 @@ __device__ __forceinline__ void factorise(Columns& columns, float (&diagonal)[2]
 }
 
 // Leaves the R leading eigenvectors of each unit's centred Gram matrix in scratch, largest first.
-__device__ __forceinline__ void eigenvectors(Scratch& scratch, int unit, int lane, bool live) {
+template <int SLOTS>
+__device__ __forceinline__ void eigenvectors(Scratch<SLOTS>& scratch, int unit, int lane, bool live) {
     Columns columns;
     float diagonal[2];
     const float trace = load_centred(columns, diagonal, scratch, unit, lane, live);
-    factorise(columns, diagonal, scratch, unit, lane);
+    factorise(columns, diagonal, scratch, unit, lane, live);
 #pragma unroll 1
     for (int sweep = 0; sweep < SWEEPS; ++sweep) columns.sweep();
     columns.measure();
     int place[2] = {};
-#pragma unroll 1
+#pragma unroll 8
     for (int other = 0; other < LANES; ++other) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -233,7 +240,7 @@ __device__ __forceinline__ void eigenvectors(Scratch& scratch, int unit, int lan
     }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-        if (place[c] < R) {
+        if (live && place[c] < R) {
             const float inverse = columns.norm[c] > 1e-12f ? rsqrtf(columns.norm[c]) : 0.f;
             float sum = 0.f;
 #pragma unroll
@@ -249,7 +256,8 @@ __device__ __forceinline__ void eigenvectors(Scratch& scratch, int unit, int lan
     __syncwarp();
 }
 
-__device__ __forceinline__ void store_coefficients(const Scratch& scratch, int unit, int token, uint8* record) {
+template <int SLOTS>
+__device__ __forceinline__ void store_coefficients(const Scratch<SLOTS>& scratch, int unit, int token, uint8* record) {
     float values[R], largest = 0.f;
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -267,8 +275,9 @@ __device__ __forceinline__ void store_coefficients(const Scratch& scratch, int u
 
 // Centroid and basis, the whole warp for one page.  Lane (row, quad) reads channels 64 c + 8 row ... + 7 of tokens 2 quad, + 1,
 // + 8, + 9 of a tile, and gets basis vector `row` at channels 64 c + 16 quad ... + 15.
-__device__ __forceinline__ void store_basis(Scratch& scratch, int unit, const uint16* keys, int64 token_stride, uint8* record, int row,
-                                            int quad) {
+template <int SLOTS>
+__device__ __forceinline__ void store_basis(Scratch<SLOTS>& scratch, int unit, const uint16* keys, int64 token_stride, uint8* record,
+                                            int row, int quad) {
     uint32 a[TILES][4];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
@@ -351,20 +360,22 @@ __device__ __forceinline__ void store_basis(Scratch& scratch, int unit, const ui
 }
 
 // Summarises the units that scratch.keys and scratch.record name; the whole warp must call, after a __syncwarp.
-__device__ __forceinline__ void summarise(Scratch& scratch, int64 token_stride) {
-    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4, unit = lane / LANES, unit_lane = lane % LANES;
+template <int SLOTS>
+__device__ __forceinline__ void summarise(Scratch<SLOTS>& scratch, int64 token_stride) {
+    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4, unit_lane = lane % LANES;
+    const int unit = min(lane / LANES, SLOTS - 1);
 #pragma unroll 1
-    for (int i = 0; i < UNITS; ++i)
+    for (int i = 0; i < SLOTS; ++i)
         if (scratch.keys[i]) gram_matrix(scratch.gram[i], scratch.keys[i], token_stride, row, quad);
     __syncwarp();
-    const bool mine = scratch.keys[unit];
+    const bool mine = lane / LANES < SLOTS && scratch.keys[unit];
     eigenvectors(scratch, unit, unit_lane, mine);
     if (mine) {
         store_coefficients(scratch, unit, 2 * unit_lane, scratch.record[unit]);
         store_coefficients(scratch, unit, 2 * unit_lane + 1, scratch.record[unit]);
     }
 #pragma unroll 1
-    for (int i = 0; i < UNITS; ++i)
+    for (int i = 0; i < SLOTS; ++i)
         if (scratch.keys[i]) store_basis(scratch, i, scratch.keys[i], token_stride, scratch.record[i], row, quad);
     __syncwarp();
 }
@@ -373,8 +384,8 @@ __device__ __forceinline__ void summarise(Scratch& scratch, int64 token_stride) 
 extern "C" __global__ void __launch_bounds__(THREADS)
     build(const uint16* __restrict__ keys, const int64* __restrict__ page_ids, uint8* __restrict__ summaries, int64 count, int kv_heads,
           int64 page_stride, int64 head_stride, int64 token_stride) {
-    __shared__ Scratch shared[WARPS];
-    Scratch& scratch = shared[threadIdx.x / 32];
+    __shared__ Scratch<UNITS> shared[WARPS];
+    Scratch<UNITS>& scratch = shared[threadIdx.x / 32];
     const int lane = threadIdx.x % 32;
     const int64 units = count * kv_heads, step = static_cast<int64>(gridDim.x) * WARPS * UNITS;
     for (int64 at = (static_cast<int64>(blockIdx.x) * WARPS + threadIdx.x / 32) * UNITS; at < units; at += step) {
@@ -391,15 +402,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Writes each sequence's new token (new_keys, new_values [B, kv_heads, D]) at position seq_lens - 1 and summarises the page that
 // it fills.  A warp has one unit, since here latency counts.  The next kernel may start at once: it does not need what this one
-// writes, see score.cu.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// writes, see score.cu; blocks are small so that one of the scorer's fits beside them on an SM.
+extern "C" __global__ void __launch_bounds__(32 * APPEND_WARPS)
     append_finalise(uint16* keys, uint16* values, const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values,
                     const int* __restrict__ block_table, const int* __restrict__ seq_lens, uint8* __restrict__ summaries, int batch,
                     int kv_heads, int max_pages, int64 page_stride, int64 head_stride, int64 token_stride) {
-    __shared__ Scratch shared[WARPS];
-    Scratch& scratch = shared[threadIdx.x / 32];
+    __shared__ Scratch<1> shared[APPEND_WARPS];
+    Scratch<1>& scratch = shared[threadIdx.x / 32];
     const int lane = threadIdx.x % 32;
-    const int at = blockIdx.x * WARPS + threadIdx.x / 32, sequence = at / kv_heads, head = at % kv_heads;
+    const int at = blockIdx.x * APPEND_WARPS + threadIdx.x / 32, sequence = at / kv_heads, head = at % kv_heads;
     wait_for_previous_kernel();
     let_next_kernel_start();
     const int length = sequence < batch ? seq_lens[sequence] : 0;
@@ -411,10 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         *reinterpret_cast<uint4*>(values + to + c) = *reinterpret_cast<const uint4*>(new_values + static_cast<int64>(at) * D + c);
     }
     if (length % PAGE) return;
-    if (lane < UNITS) {
-        scratch.keys[lane] = lane == 0 ? keys + base : nullptr;
-        scratch.record[lane] = summaries + (page * kv_heads + head) * RECORD;
-    }
+    if (lane == 0) scratch.keys[0] = keys + base, scratch.record[0] = summaries + (page * kv_heads + head) * RECORD;
     __syncwarp();
     summarise(scratch, token_stride);
 }

@@ -98,6 +98,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32 a0, uint32 a1, uint32 
 }
 
 // ---- warps ---------------------------------------------------------------------------------------------------------
+__device__ __forceinline__ uint32 warp_sum(uint32 x) { return __reduce_add_sync(ALL_LANES, x); }
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, 1);
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
@@ -188,26 +189,21 @@ __device__ __forceinline__ int groups_of(int length, int recent_pages) {
 }
 
 struct WorkList {
-    int64 total, before;  // groups of all sequences, and of those in front of one
-    int blocks;           // that have work: with more groups than blocks all, else one group each
+    uint32 total, before;  // groups of all sequences, and of those in front of one
+    uint32 blocks;         // that have work: with more groups than blocks all, else one group each
 
-    // The whole warp must call.
+    // The whole warp must call.  32-bit arithmetic: total * blocks stays below 2^32 up to some 2^32 tokens in a batch.
     __device__ __forceinline__ WorkList(const int* seq_lens, int batch, int sequence, int recent_pages, int grid_blocks) {
-        int sums[2] = {0, 0};  // 2^31 groups are 2^38 tokens
+        total = before = 0;
         for (int i = threadIdx.x % 32; i < batch; i += 32) {
-            const int groups = groups_of(seq_lens[i], recent_pages);
-            sums[0] += groups;
-            sums[1] += i < sequence ? groups : 0;
+            const uint32 groups = groups_of(seq_lens[i], recent_pages);
+            total += groups;
+            before += i < sequence ? groups : 0;
         }
-#pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) {
-            sums[0] += __shfl_xor_sync(ALL_LANES, sums[0], apart);
-            sums[1] += __shfl_xor_sync(ALL_LANES, sums[1], apart);
-        }
-        total = sums[0], before = sums[1];
-        blocks = static_cast<int>(min(static_cast<int64>(grid_blocks), total));
+        total = warp_sum(total), before = warp_sum(before);
+        blocks = min(static_cast<uint32>(grid_blocks), total);
     }
-    __device__ __forceinline__ int64 begin(int block) const { return block < blocks ? total * block / blocks : total; }
+    __device__ __forceinline__ uint32 begin(uint32 block) const { return block < blocks ? total * block / blocks : total; }
     // The block whose share holds `group`: the last one with begin <= group.
-    __device__ __forceinline__ int owner(int64 group) const { return static_cast<int>(((group + 1) * blocks - 1) / total); }
+    __device__ __forceinline__ uint32 owner(uint32 group) const { return ((group + 1) * blocks - 1) / total; }
 };

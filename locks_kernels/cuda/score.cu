@@ -324,17 +324,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     let_next_kernel_start();
 
     const WorkList list(seq_lens, batch, 0, recent_pages, gridDim.x);
-    const int64 begin = list.begin(blockIdx.x), end = list.begin(blockIdx.x + 1);
+    const uint32 begin = list.begin(blockIdx.x), end = list.begin(blockIdx.x + 1);
     int sequence = 0;
-    int64 skipped = 0;  // groups of the sequences before `sequence`
-    for (int n; begin < end && skipped + (n = groups_of(seq_lens[sequence], recent_pages)) <= begin; ++sequence) skipped += n;
+    uint32 skipped = 0;  // groups of the sequences before `sequence`
+    for (uint32 n; begin < end && skipped + (n = groups_of(seq_lens[sequence], recent_pages)) <= begin; ++sequence) skipped += n;
     int group = static_cast<int>(begin - skipped);
 
     if (warp == CONSUMERS) {
         int slot = 0, round = 0;
-        for (int64 at = begin; at < end; ++sequence, group = 0) {
+        for (uint32 at = begin; at < end; ++sequence, group = 0) {
             const int scored = scored_pages(seq_lens[sequence], recent_pages);
-            const int last = static_cast<int>(min(static_cast<int64>((scored + GROUP_PAGES - 1) / GROUP_PAGES), group + end - at));
+            const int last = min((scored + GROUP_PAGES - 1) / GROUP_PAGES, group + static_cast<int>(end - at));
             if (last == group) continue;
             at += last - group;
             const int* table = block_table + static_cast<int64>(sequence) * max_pages;
@@ -367,9 +367,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         const int head = first_head + warp % HEADS, sub = warp / HEADS;
         int slot = 0, round = 0, turn = 0;
-        for (int64 at = begin; at < end; ++sequence, group = 0) {
+        for (uint32 at = begin; at < end; ++sequence, group = 0) {
             const int scored = scored_pages(seq_lens[sequence], recent_pages);
-            const int last = static_cast<int>(min(static_cast<int64>((scored + GROUP_PAGES - 1) / GROUP_PAGES), group + end - at));
+            const int last = min((scored + GROUP_PAGES - 1) / GROUP_PAGES, group + static_cast<int>(end - at));
             if (last == group) continue;
             at += last - group;
             const int first_query = (sequence * kv_heads + head) * G;

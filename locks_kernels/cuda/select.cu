@@ -4,11 +4,15 @@
 // log-sum-exps, so the scores are read once: combined keys (non-negative floats, whose bits order like integers) stay in shared
 // memory, and four rounds of an 8-bit radix search, one cluster barrier each, find the key of the last page kept.  Then every
 // block counts what lies before its slice and writes its page ids in ascending order; of equal keys the lowest pages are kept.
+// As soon as a page is kept its keys and values are asked into the second-level cache for `attend`.
+//
+// A step's selection at small contexts is a chain of latencies (measured: about 1,000 cycles a barrier round), so one warp does
+// what 16 would do again, and the passes over the keys take four at a time and skip where none matters.
 #include "common.cuh"
 
-constexpr int THREADS = 1024, WARPS = THREADS / 32;
+constexpr int THREADS = 512, WARPS = THREADS / 32;
 constexpr int BINS = 256, ROUNDS = 4;
-constexpr int HEAD_WARPS = WARPS / (G <= 1 ? 1 : G <= 2 ? 2 : G <= 4 ? 4 : G <= 8 ? 8 : 16);  // warps that reduce one head's parts
+constexpr uint32 EXCLUDED = 0xffffffffu;  // key of a page that is not ranked: a sink page, or behind the slice
 
 // Adds 1 to bins[bin] for each lane with `live`.  Lanes that agree with the first live one are added as one (a heavy bin would
 // otherwise serialise the whole warp).
@@ -22,80 +26,103 @@ __device__ __forceinline__ void count(uint32* bins, uint32 bin, bool live) {
     if (live && bin != common) atomicAdd(&bins[bin], 1u);
 }
 
-__device__ __forceinline__ void merge(float& largest, float& sum, float other, float other_sum) {
-    const float next = fmaxf(largest, other);
-    sum = sum * exp2_fast(largest - next) + other_sum * exp2_fast(other - next);
-    largest = next;
-}
-__device__ __forceinline__ void merge_warp(float& largest, float& sum) {
+// Exponent of 2 to subtract from a head's scores, from the scorer's parts; one warp.
+__device__ __forceinline__ float normaliser(const float2* parts, int first, int last, bool share) {
+    constexpr int AT_ONCE = 8;
+    float largest = LOWEST, sum = 0.f;
+    for (int from = first + threadIdx.x % 32; from < last + static_cast<int>(threadIdx.x % 32); from += 32 * AT_ONCE) {
+        float2 part[AT_ONCE];
+        float next = largest;
 #pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2)
-        merge(largest, sum, __shfl_xor_sync(ALL_LANES, largest, apart), __shfl_xor_sync(ALL_LANES, sum, apart));
+        for (int i = 0; i < AT_ONCE; ++i) part[i] = from + 32 * i < last ? parts[from + 32 * i] : make_float2(LOWEST, 0.f);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) next = fmaxf(next, part[i].x);
+        sum *= exp2_fast(largest - next);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) sum = fmaf(part[i].y, exp2_fast(part[i].x - next), sum);
+        largest = next;
+    }
+    float top = largest;
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, apart));
+    sum *= exp2_fast(largest - top);
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
+    return share ? top + log2_fast(sum * G) : top;
+}
+
+// Brings `bytes` from global memory into the second-level cache.
+__device__ __forceinline__ void prefetch(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
 }
 
 // scores [B, kv_heads * G, score_stride] nats; partials [B, kv_heads * G, score_blocks * subs] as `score` leaves them;
 // tables [B, kv_heads, kept]: page ids, ascending, -1 behind the last.  share: 1 = mean of shares, 0 = sum of peak-normalised.
+// keys, values, block_table: only to prefetch what is kept; prefetch_rows is 0 where a page is not contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     select_pages(const float* __restrict__ scores, const float2* __restrict__ partials, const int* __restrict__ seq_lens,
                  int* __restrict__ tables, int kv_heads, int score_stride, int score_blocks, int subs, int kept, int sink_pages,
-                 int recent_pages, int share, int slice_capacity) {
-    extern __shared__ uint32 keys[];
+                 int recent_pages, int share, int slice_capacity, const uint16* keys, const uint16* values,
+                 const int* __restrict__ block_table, int max_pages, int64 page_stride, int64 head_stride, int prefetch_bytes) {
+    extern __shared__ __align__(16) uint32 page_keys[];
     __shared__ uint32 histogram[ROUNDS][BINS];
-    __shared__ uint32 totals[BINS];
-    __shared__ float2 warp_part[WARPS];
-    __shared__ uint32 warp_above[WARPS], warp_equal[WARPS];
+    __shared__ __align__(16) uint32 totals[BINS];  // highest bin first
+    __shared__ float offsets[G];
+    __shared__ uint32 warp_above[32], warp_equal[32];
     __shared__ uint32 block_above, block_equal, digit, still_needed;
 
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int head = blockIdx.y, sequence = blockIdx.z;
     const uint32 rank = cluster_rank();
     for (int i = tid; i < ROUNDS * BINS; i += THREADS) (&histogram[0][0])[i] = 0;
+    if (tid < 32) warp_above[tid] = warp_equal[tid] = 0;
     wait_for_previous_kernel();
     let_next_kernel_start();
 
     const int pages = (seq_lens[sequence] + PAGE - 1) / PAGE;
     int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * kept;
+    const int* physical = block_table + static_cast<int64>(sequence) * max_pages;
+    auto keep = [&](int at, int page) {
+        table[at] = page;
+        if (prefetch_bytes) {
+            const int64 from = physical[page] * page_stride + head * head_stride;
+            prefetch(keys + from, prefetch_bytes);
+            prefetch(values + from, prefetch_bytes);
+        }
+    };
     if (pages <= kept) {  // the whole cluster agrees
-        for (int i = rank * THREADS + tid; i < kept; i += CLUSTER * THREADS) table[i] = i < pages ? i : -1;
+        for (int i = rank * THREADS + tid; i < kept; i += CLUSTER * THREADS) {
+            if (i < pages) keep(i, i);
+            else table[i] = -1;
+        }
         return;
     }
     const int scored = pages - recent_pages;
     const int ranked = kept - sink_pages - recent_pages;
     const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
-
-    // log-sum-exp of each head over the scorer's parts that touched this sequence; HEAD_WARPS warps a head
-    const WorkList list(seq_lens, gridDim.z, sequence, recent_pages, score_blocks);
-    const int first_part = list.owner(list.before) * subs;
-    const int last_part = (list.owner(list.before + (scored + GROUP_PAGES - 1) / GROUP_PAGES - 1) + 1) * subs;
-    {
-        const int g = warp / HEAD_WARPS;
-        float largest = LOWEST, sum = 0.f;
-        if (g < G) {
-            const float2* parts = partials + (first_query + g) * score_blocks * subs;
-#pragma unroll 4
-            for (int i = first_part + warp % HEAD_WARPS * 32 + lane; i < last_part; i += 32 * HEAD_WARPS) {
-                const float2 part = parts[i];
-                merge(largest, sum, part.x, part.y);
-            }
+    if (rank == 0 && warp == WARPS - 1) {
+        for (int i = lane; i < sink_pages; i += 32) keep(i, i);
+        for (int i = lane; i < recent_pages; i += 32) keep(kept - recent_pages + i, scored + i);
+    }
+    if (warp < G) {
+        const WorkList list(seq_lens, gridDim.z, sequence, recent_pages, score_blocks);
+        const int first_part = list.owner(list.before) * subs;
+        const int last_part = (list.owner(list.before + (scored + GROUP_PAGES - 1) / GROUP_PAGES - 1) + 1) * subs;
+        for (int g = warp; g < G; g += WARPS) {
+            const float offset = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
+            if (lane == 0) offsets[g] = offset;
         }
-        merge_warp(largest, sum);
-        if (lane == 0) warp_part[warp] = make_float2(largest, sum);
     }
     __syncthreads();
-    float offset[G];  // exponent of 2 to subtract from a head's score
-#pragma unroll
-    for (int g = 0; g < G; ++g) {
-        float2 total = warp_part[g * HEAD_WARPS];
-#pragma unroll
-        for (int w = 1; w < HEAD_WARPS; ++w) merge(total.x, total.y, warp_part[g * HEAD_WARPS + w].x, warp_part[g * HEAD_WARPS + w].y);
-        offset[g] = share ? total.x + log2_fast(total.y * G) : total.x;
-    }
 
     const int slice = (scored + 4 * CLUSTER - 1) / (4 * CLUSTER) * 4;
     const int begin = min(static_cast<int>(rank) * slice, scored), length = min(slice, scored - begin);
-    if (length > slice_capacity) __trap();
+    const int padded = (length + 127) / 128 * 128;  // whole warps of four keys a lane
+    if (padded > slice_capacity) __trap();
     const float* rows = scores + first_query * score_stride + begin;
-    for (int i = 4 * tid; i < (length + 127) / 128 * 128; i += 4 * THREADS) {
+    for (int i = 4 * tid; i < padded; i += 4 * THREADS) {
         float combined[4] = {};
         if (i < length) {
             float4 s[G];
@@ -104,19 +131,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 s[g] = *reinterpret_cast<const float4*>(rows + static_cast<int64>(g) * score_stride + i);
 #pragma unroll
             for (int g = 0; g < G; ++g) {
-                combined[0] += exp2_fast(fmaf(s[g].x, LOG2_E, -offset[g]));
-                combined[1] += exp2_fast(fmaf(s[g].y, LOG2_E, -offset[g]));
-                combined[2] += exp2_fast(fmaf(s[g].z, LOG2_E, -offset[g]));
-                combined[3] += exp2_fast(fmaf(s[g].w, LOG2_E, -offset[g]));
+                const float offset = offsets[g];
+                combined[0] += exp2_fast(fmaf(s[g].x, LOG2_E, -offset));
+                combined[1] += exp2_fast(fmaf(s[g].y, LOG2_E, -offset));
+                combined[2] += exp2_fast(fmaf(s[g].z, LOG2_E, -offset));
+                combined[3] += exp2_fast(fmaf(s[g].w, LOG2_E, -offset));
             }
         }
+        uint32 key[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const uint32 key = __float_as_uint(combined[j]);
             const bool live = i + j < length && begin + i + j >= sink_pages;
-            if (i + j < length) keys[i + j] = key;
-            count(histogram[0], key >> 24, live);
+            key[j] = live ? __float_as_uint(combined[j]) : EXCLUDED;
+            count(histogram[0], key[j] >> 24, live);
         }
+        *reinterpret_cast<uint4*>(page_keys + i) = make_uint4(key[0], key[1], key[2], key[3]);
     }
 
     uint32 threshold = 0, needed = ranked;
@@ -124,10 +153,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int round = 0; round < ROUNDS; ++round) {
         const int shift = 24 - 8 * round;
         if (round > 0) {
-            for (int i = tid; i < (length + 31) / 32 * 32; i += THREADS) {
-                const uint32 key = i < length ? keys[i] : 0u;
-                const bool live = i < length && begin + i >= sink_pages && (key >> (shift + 8)) == (threshold >> (shift + 8));
-                count(histogram[round], (key >> shift) & 0xff, live);
+            const uint32 prefix = threshold >> (shift + 8);
+            for (int i = 4 * tid; i < padded; i += 4 * THREADS) {
+                const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
+                const uint32 key[4] = {four.x, four.y, four.z, four.w};
+                bool live[4], any = false;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) any |= live[j] = key[j] >> (shift + 8) == prefix && key[j] != EXCLUDED;
+                if (!__any_sync(ALL_LANES, any)) continue;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) count(histogram[round], key[j] >> shift & 0xff, live[j]);
             }
         }
         cluster_sync();
@@ -137,13 +172,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int block = 0; block < CLUSTER; ++block) parts[block] = load_from_block(&histogram[round][tid], block);
 #pragma unroll
             for (int block = 0; block < CLUSTER; ++block) sum += parts[block];
-            totals[tid] = sum;
+            totals[BINS - 1 - tid] = sum;
         }
         __syncthreads();
-        if (warp == 0) {  // lane 0 has the highest 8 bins
-            uint32 own = 0, bins[8];
+        if (warp == 0) {
+            const uint4 high = *reinterpret_cast<const uint4*>(totals + 8 * lane);
+            const uint4 low = *reinterpret_cast<const uint4*>(totals + 8 * lane + 4);
+            const uint32 bins[8] = {high.x, high.y, high.z, high.w, low.x, low.y, low.z, low.w};
+            uint32 own = 0;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) own += bins[j] = totals[BINS - 1 - (8 * lane + j)];
+            for (int j = 0; j < 8; ++j) own += bins[j];
             uint32 before = own;
 #pragma unroll
             for (int apart = 1; apart < 32; apart *= 2) {
@@ -168,40 +206,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 
     // Each warp owns a run of its block's slice; `needed` pages of key == threshold are kept, the lowest ones.
-    const int run = (length + THREADS - 1) / THREADS * 32, from = min(warp * run, length), to = min(from + run, length);
+    const int run = (padded + 4 * THREADS - 1) / (4 * THREADS) * 128, from = min(warp * run, padded), to = min(from + run, padded);
     uint32 above = 0, equal = 0;
-    for (int i = from; i < to; i += 32) {
-        const bool inside = i + lane < to && begin + i + lane >= sink_pages;
-        const uint32 key = inside ? keys[i + lane] : 0u;
-        above += __popc(__ballot_sync(ALL_LANES, inside && key > threshold));
-        equal += __popc(__ballot_sync(ALL_LANES, inside && key == threshold));
+    for (int i = from + 4 * lane; i < to; i += 128) {
+        const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
+        const uint32 key[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) above += key[j] > threshold && key[j] != EXCLUDED, equal += key[j] == threshold;
     }
+    above = warp_sum(above), equal = warp_sum(equal);
     if (lane == 0) warp_above[warp] = above, warp_equal[warp] = equal;
     __syncthreads();
-    if (warp < 2) {
-        const uint32 sum = __reduce_add_sync(ALL_LANES, (warp == 0 ? warp_above : warp_equal)[lane]);
-        if (lane == 0) (warp == 0 ? block_above : block_equal) = sum;
+    if (warp == 0) {
+        const uint32 sum_above = warp_sum(warp_above[lane]), sum_equal = warp_sum(warp_equal[lane]);
+        if (lane == 0) block_above = sum_above, block_equal = sum_equal;
     }
     cluster_sync();
     uint32 above_before = lane < rank ? load_from_block(&block_above, lane) : 0u;
     uint32 equal_before = lane < rank ? load_from_block(&block_equal, lane) : 0u;
+    above_before = warp_sum(above_before + (lane < warp ? warp_above[lane] : 0u));
+    equal_before = warp_sum(equal_before + (lane < warp ? warp_equal[lane] : 0u));
     cluster_arrive();  // its counts are read; see the wait at the end
-    above_before = __reduce_add_sync(ALL_LANES, above_before + (lane < warp ? warp_above[lane] : 0u));
-    equal_before = __reduce_add_sync(ALL_LANES, equal_before + (lane < warp ? warp_equal[lane] : 0u));
-    for (int i = from; i < to; i += 32) {
-        const bool inside = i + lane < to && begin + i + lane >= sink_pages;
-        const uint32 key = inside ? keys[i + lane] : 0u;
-        const uint32 above_mask = __ballot_sync(ALL_LANES, inside && key > threshold);
-        const uint32 equal_mask = __ballot_sync(ALL_LANES, inside && key == threshold);
+    for (int i = from + 4 * lane; i - 4 * lane < to; i += 128) {
+        const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
+        const uint32 key[4] = {four.x, four.y, four.z, four.w};
+        bool any = false;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) any |= key[j] >= threshold && key[j] != EXCLUDED;
+        if (!__any_sync(ALL_LANES, any)) continue;
         const uint32 lower = (1u << lane) - 1;
-        const uint32 my_above = above_before + __popc(above_mask & lower), my_equal = equal_before + __popc(equal_mask & lower);
-        const bool keep = (above_mask >> lane & 1) || ((equal_mask >> lane & 1) && my_equal < needed);
-        if (keep) table[sink_pages + my_above + min(my_equal, needed)] = begin + i + lane;
-        above_before += __popc(above_mask), equal_before += __popc(equal_mask);
-    }
-    if (rank == 0) {
-        for (int i = tid; i < sink_pages; i += THREADS) table[i] = i;
-        for (int i = tid; i < recent_pages; i += THREADS) table[kept - recent_pages + i] = scored + i;
+        uint32 my_above = above_before, my_equal = equal_before;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const uint32 above_mask = __ballot_sync(ALL_LANES, key[j] > threshold && key[j] != EXCLUDED);
+            const uint32 equal_mask = __ballot_sync(ALL_LANES, key[j] == threshold);
+            my_above += __popc(above_mask & lower), my_equal += __popc(equal_mask & lower);
+            above_before += __popc(above_mask), equal_before += __popc(equal_mask);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const bool is_above = key[j] > threshold && key[j] != EXCLUDED, is_equal = key[j] == threshold;
+            if (is_above || (is_equal && my_equal < needed)) keep(sink_pages + my_above + min(my_equal, needed), begin + i + j);
+            my_above += is_above, my_equal += is_equal;
+        }
     }
     cluster_wait();  // nobody leaves while others still read its counts
 }

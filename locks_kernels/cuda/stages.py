@@ -18,8 +18,9 @@ PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 GROUP_PAGES = 8  # pages that a warp of the scorer takes at a time
 SCORE_BLOCK_HEADS = 8
 RESERVED_SHARED_BYTES = 4096  # static shared memory and what the driver keeps for itself
-SELECT_THREADS, SELECT_STATIC_BYTES = 1024, 8192
+SELECT_THREADS, SELECT_STATIC_BYTES = 512, 8192
 SLICE_PAGES = 2048  # pages below which another block of the selection's cluster does not pay
+APPEND_WARPS = 2
 ATTEND_WARPS, ATTEND_RING, ATTEND_STATIC_BYTES = 8, 3, 16384
 
 
@@ -161,7 +162,7 @@ class CudaStages:
         self.score_kernel = Kernel("score", "score", score_macros, device, threads, plan.score_ring_bytes)
         for largest in (LARGEST_CLUSTER, PORTABLE_CLUSTER) if self.score_kernel.overlaps else (1,):
             self.select_blocks = blocks = plan.select_cluster(largest)
-            self.slice_capacity = -(-plan.max_pages // (4 * blocks)) * 4
+            self.slice_capacity = -(-(-(-plan.max_pages // blocks) + 4) // 128) * 128  # whole warps of four keys a lane
             macros = {**plan.macros, "CLUSTER": blocks}
             shared_bytes = 4 * self.slice_capacity
             self.select_kernel = Kernel("select", "select_pages", macros, device, SELECT_THREADS, shared_bytes)
@@ -177,7 +178,7 @@ class CudaStages:
                 break
         build_threads = 32 * plan.build_warps
         self.build_kernel = Kernel("build", "build", plan.macros, device, build_threads)
-        self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, build_threads)
+        self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, 32 * APPEND_WARPS)
 
     @staticmethod
     def unsupported(cache: PagedCache) -> str | None:
@@ -208,7 +209,7 @@ class CudaStages:
         cache, sequences = self.cache, self.sequences
         batch, kv_heads = sequences.batch, cache.shape.kv_heads
         self.append_kernel.launch(
-            (-(-batch * kv_heads // self.plan.build_warps), 1, 1),
+            (-(-batch * kv_heads // APPEND_WARPS), 1, 1),
             (
                 cache.keys,
                 cache.values,
@@ -245,15 +246,16 @@ class CudaStages:
         )
 
     def select(self) -> None:
-        options, plan = self.options, self.plan
+        cache, options, plan = self.cache, self.options, self.plan
+        page_stride, head_stride, token_stride = self._strides
         self.select_kernel.launch(
-            (self.select_blocks, self.cache.shape.kv_heads, self.sequences.batch),
+            (self.select_blocks, cache.shape.kv_heads, self.sequences.batch),
             (
                 self.scores,
                 self.partials,
                 self.sequences.seq_lens,
                 self.tables,
-                self.cache.shape.kv_heads,
+                cache.shape.kv_heads,
                 self.scores.shape[-1],
                 plan.score_blocks,
                 plan.score_subs,
@@ -262,6 +264,13 @@ class CudaStages:
                 options.recent_pages,
                 int(options.combine == "share"),
                 self.slice_capacity,
+                cache.keys,
+                cache.values,
+                self.sequences.block_table,
+                self.sequences.max_pages,
+                page_stride,
+                head_stride,
+                cache.shape.page_kv_bytes // 2 if token_stride == (cache.shape.head_dim,) else 0,
             ),
             cluster=self.select_blocks,
         )
