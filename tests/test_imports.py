@@ -20,6 +20,7 @@ NO_TORCH = (
     "bench.cli",
     "locks_kernels.shapes",
     "locks_kernels.cost",
+    "locks_kernels.selector_cost",
 )
 
 
