@@ -78,7 +78,11 @@ def test_build_is_as_good_as_the_reference(kernels: str, shape: DecodeShape) -> 
     query = 0.5 * make_query(shape, 1)[0]
     mine = record_scores(cache, listed, query)
     reference.build(cache, listed)
-    assert (mine - record_scores(cache, listed, query))[:, [0, 1, 2, 4]].abs().max() < 0.05  # the outlier's are in the 100s
+    # One int4 rounding that falls the other way moves a logit by about 0.003 of the keys' size: they are 20 on the last page,
+    # and in the hundreds on the outlier's, which is left out.
+    apart = (mine - record_scores(cache, listed, query)).abs()
+    assert apart[:, [0, 1, 2]].max() < 0.05
+    assert apart[:, 4].max() < 0.2
 
 
 @every_shape

@@ -13,8 +13,9 @@
 //    fp16 value in rows 0-7 and what fp16 lost in rows 8-15: about 22 bits.
 //  * With at most 4 heads a group, rows 0-3 serve an even page and rows 4-7 the odd one behind it (block diagonal).
 //
-// One block owns a run of page groups (8 pages x HEADS heads); a producer warp brings each group's records by bulk copies
-// into a ring of STAGES slots; warp (sub, head) takes every SUBS-th group.  All heads of a page are one contiguous copy.
+// One block owns a run of pages of HEADS heads and takes them in groups of 8: a producer warp brings each group's records by
+// bulk copies into a ring of STAGES slots; warp (sub, head) takes every SUBS-th group.  All heads of a page are one contiguous
+// copy.  Eight consumer warps do as well as 16 (bytes bind) and leave room on the SM for the block that finishes a new page.
 #include "common.cuh"
 
 // Set by the launcher: HEADS KV heads per block, WARPS at most so many consumer warps, UNROLL page pairs (pages for G > 4)
@@ -326,20 +327,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const WorkList list(seq_lens, batch, 0, recent_pages, gridDim.x);
     const uint32 begin = list.begin(blockIdx.x), end = list.begin(blockIdx.x + 1);
     int sequence = 0;
-    uint32 skipped = 0;  // groups of the sequences before `sequence`
-    for (uint32 n; begin < end && skipped + (n = groups_of(seq_lens[sequence], recent_pages)) <= begin; ++sequence) skipped += n;
-    int group = static_cast<int>(begin - skipped);
+    uint32 skipped = 0;  // pages of the sequences before `sequence`
+    for (uint32 n; begin < end && skipped + (n = scored_pages(seq_lens[sequence], recent_pages)) <= begin; ++sequence) skipped += n;
+    int page = static_cast<int>(begin - skipped);  // of `sequence`, where this block goes on
 
     if (warp == CONSUMERS) {
         int slot = 0, round = 0;
-        for (uint32 at = begin; at < end; ++sequence, group = 0) {
-            const int scored = scored_pages(seq_lens[sequence], recent_pages);
-            const int last = min((scored + GROUP_PAGES - 1) / GROUP_PAGES, group + static_cast<int>(end - at));
-            if (last == group) continue;
-            at += last - group;
+        for (uint32 at = begin; at < end; ++sequence, page = 0) {
+            const int stop = min(scored_pages(seq_lens[sequence], recent_pages), page + static_cast<int>(end - at));
+            at += stop - page;
             const int* table = block_table + static_cast<int64>(sequence) * max_pages;
-            const int stop = min(last * GROUP_PAGES, scored);
-            int page = group * GROUP_PAGES;
             int ids = page + lane < stop ? table[page + lane] : 0;
             for (; page < stop; page += 32) {
                 const int next_ids = page + 32 + lane < stop ? table[page + 32 + lane] : 0;
@@ -367,11 +364,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         const int head = first_head + warp % HEADS, sub = warp / HEADS;
         int slot = 0, round = 0, turn = 0;
-        for (uint32 at = begin; at < end; ++sequence, group = 0) {
-            const int scored = scored_pages(seq_lens[sequence], recent_pages);
-            const int last = min((scored + GROUP_PAGES - 1) / GROUP_PAGES, group + static_cast<int>(end - at));
-            if (last == group) continue;
-            at += last - group;
+        for (uint32 at = begin; at < end; ++sequence, page = 0) {
+            const int stop = min(scored_pages(seq_lens[sequence], recent_pages), page + static_cast<int>(end - at));
+            if (stop == page) continue;
+            at += stop - page;
             const int first_query = (sequence * kv_heads + head) * G;
             Query fragments;
             load_query(fragments, query + static_cast<int64>(first_query) * D, row, quad);
@@ -379,25 +375,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int tile = 0; tile < HEAD_TILES; ++tile) running[tile] = {LOWEST, 0.f};
 
-            for (; group < last; ++group) {
+            for (; page < stop; page += GROUP_PAGES) {
                 if (turn == sub) {
                     barrier_wait(shared_address(&full[slot]), round & 1);
                     const uint8* records = stages + slot * STAGE_BYTES + (warp % HEADS) * RECORD;
-                    const int lane_page = group * GROUP_PAGES + 2 * quad + (PAIRED ? row / 4 : 0);
+                    const int lane_page = page + 2 * quad + (PAIRED ? row / 4 : 0);
                     float mass[KEPT];
                     page_masses<false>(mass, fragments, records, row, quad);
                     bool fits = true;
 #pragma unroll
-                    for (int i = 0; i < KEPT; ++i) fits &= fabsf(mass[i]) < 120.f || lane_page + i % 2 >= scored;
+                    for (int i = 0; i < KEPT; ++i) fits &= fabsf(mass[i]) < 120.f || lane_page + i % 2 >= stop;
                     if (!__all_sync(ALL_LANES, fits)) page_masses<true>(mass, fragments, records, row, quad);
                     add_centroids(mass, fragments, records, row, quad);
                     __syncwarp();
                     if (lane == 0) barrier_arrive(shared_address(&empty[slot]));
 #pragma unroll
                     for (int i = 0; i < KEPT; ++i) {
-                        const int query_head = PAIRED ? row % 4 : i / 2 * 8 + row, page = lane_page + i % 2;
-                        if (query_head < G && page < scored) {
-                            scores[static_cast<int64>(first_query + query_head) * score_stride + page] = mass[i] * LN_2;
+                        const int query_head = PAIRED ? row % 4 : i / 2 * 8 + row, at_page = lane_page + i % 2;
+                        if (query_head < G && at_page < stop) {
+                            scores[static_cast<int64>(first_query + query_head) * score_stride + at_page] = mass[i] * LN_2;
                             include(running[i / 2], mass[i]);
                         }
                     }

@@ -4,10 +4,11 @@
 // log-sum-exps, so the scores are read once: combined keys (non-negative floats, whose bits order like integers) stay in shared
 // memory, and four rounds of an 8-bit radix search, one cluster barrier each, find the key of the last page kept.  Then every
 // block counts what lies before its slice and writes its page ids in ascending order; of equal keys the lowest pages are kept.
-// As soon as a page is kept its keys and values are asked into the second-level cache for `attend`.
+// A round that finds exactly as many keys in its bin as are still needed is the last one: with real scores two or three do.
 //
 // A step's selection at small contexts is a chain of latencies (measured: about 1,000 cycles a barrier round), so one warp does
-// what 16 would do again, and the passes over the keys take four at a time and skip where none matters.
+// what 16 would do again, and the passes over the keys take four at a time and skip where none matters.  Asking the kept pages
+// into the second-level cache from here (cp.async.bulk.prefetch) was tried and made the step 5 us slower: it ends only with them.
 #include "common.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
@@ -51,27 +52,18 @@ __device__ __forceinline__ float normaliser(const float2* parts, int first, int 
     return share ? top + log2_fast(sum * G) : top;
 }
 
-// Brings `bytes` from global memory into the second-level cache.
-__device__ __forceinline__ void prefetch(const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // scores [B, kv_heads * G, score_stride] nats; partials [B, kv_heads * G, score_blocks * subs] as `score` leaves them;
 // tables [B, kv_heads, kept]: page ids, ascending, -1 behind the last.  share: 1 = mean of shares, 0 = sum of peak-normalised.
-// keys, values, block_table: only to prefetch what is kept; prefetch_rows is 0 where a page is not contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     select_pages(const float* __restrict__ scores, const float2* __restrict__ partials, const int* __restrict__ seq_lens,
                  int* __restrict__ tables, int kv_heads, int score_stride, int score_blocks, int subs, int kept, int sink_pages,
-                 int recent_pages, int share, int slice_capacity, const uint16* keys, const uint16* values,
-                 const int* __restrict__ block_table, int max_pages, int64 page_stride, int64 head_stride, int prefetch_bytes) {
+                 int recent_pages, int share, int slice_capacity) {
     extern __shared__ __align__(16) uint32 page_keys[];
     __shared__ uint32 histogram[ROUNDS][BINS];
     __shared__ __align__(16) uint32 totals[BINS];  // highest bin first
     __shared__ float offsets[G];
     __shared__ uint32 warp_above[32], warp_equal[32];
-    __shared__ uint32 block_above, block_equal, digit, still_needed;
+    __shared__ uint32 block_above, block_equal, digit, still_needed, in_bin;
 
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int head = blockIdx.y, sequence = blockIdx.z;
@@ -83,33 +75,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     const int pages = (seq_lens[sequence] + PAGE - 1) / PAGE;
     int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * kept;
-    const int* physical = block_table + static_cast<int64>(sequence) * max_pages;
-    auto keep = [&](int at, int page) {
-        table[at] = page;
-        if (prefetch_bytes) {
-            const int64 from = physical[page] * page_stride + head * head_stride;
-            prefetch(keys + from, prefetch_bytes);
-            prefetch(values + from, prefetch_bytes);
-        }
-    };
     if (pages <= kept) {  // the whole cluster agrees
-        for (int i = rank * THREADS + tid; i < kept; i += CLUSTER * THREADS) {
-            if (i < pages) keep(i, i);
-            else table[i] = -1;
-        }
+        for (int i = rank * THREADS + tid; i < kept; i += CLUSTER * THREADS) table[i] = i < pages ? i : -1;
         return;
     }
     const int scored = pages - recent_pages;
     const int ranked = kept - sink_pages - recent_pages;
     const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
     if (rank == 0 && warp == WARPS - 1) {
-        for (int i = lane; i < sink_pages; i += 32) keep(i, i);
-        for (int i = lane; i < recent_pages; i += 32) keep(kept - recent_pages + i, scored + i);
+        for (int i = lane; i < sink_pages; i += 32) table[i] = i;
+        for (int i = lane; i < recent_pages; i += 32) table[kept - recent_pages + i] = scored + i;
     }
     if (warp < G) {
         const WorkList list(seq_lens, gridDim.z, sequence, recent_pages, score_blocks);
         const int first_part = list.owner(list.before) * subs;
-        const int last_part = (list.owner(list.before + (scored + GROUP_PAGES - 1) / GROUP_PAGES - 1) + 1) * subs;
+        const int last_part = (list.owner(list.before + scored - 1) + 1) * subs;
         for (int g = warp; g < G; g += WARPS) {
             const float offset = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
             if (lane == 0) offsets[g] = offset;
@@ -195,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     if (before < needed && needed <= before + bins[j]) {
                         digit = BINS - 1 - (8 * lane + j);
                         still_needed = needed - before;
+                        in_bin = bins[j];
                     }
                     before += bins[j];
                 }
@@ -203,6 +184,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         __syncthreads();
         threshold |= digit << shift;
         needed = still_needed;
+        if (needed == in_bin && threshold > 0) {  // all of the bin: keys above what lies just below it
+            --threshold, needed = 0;
+            break;
+        }
     }
 
     // Each warp owns a run of its block's slice; `needed` pages of key == threshold are kept, the lowest ones.
@@ -246,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const bool is_above = key[j] > threshold && key[j] != EXCLUDED, is_equal = key[j] == threshold;
-            if (is_above || (is_equal && my_equal < needed)) keep(sink_pages + my_above + min(my_equal, needed), begin + i + j);
+            if (is_above || (is_equal && my_equal < needed)) table[sink_pages + my_above + min(my_equal, needed)] = begin + i + j;
             my_above += is_above, my_equal += is_equal;
         }
     }

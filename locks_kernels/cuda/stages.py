@@ -16,7 +16,7 @@ from locks_kernels.summary import RecordLayout
 
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 GROUP_PAGES = 8  # pages that a warp of the scorer takes at a time
-SCORE_BLOCK_HEADS = 8
+SCORE_WARPS = 8  # that compute, and KV heads per block at most
 RESERVED_SHARED_BYTES = 4096  # static shared memory and what the driver keeps for itself
 SELECT_THREADS, SELECT_STATIC_BYTES = 512, 8192
 SLICE_PAGES = 2048  # pages below which another block of the selection's cluster does not pay
@@ -51,13 +51,12 @@ class Launch:
     @cached_property
     def score_heads(self) -> int:
         """KV heads that one block of the scorer takes: the largest divisor of H up to 8."""
-        return max(n for n in range(1, SCORE_BLOCK_HEADS + 1) if self.shape.kv_heads % n == 0)
+        return max(n for n in range(1, SCORE_WARPS + 1) if self.shape.kv_heads % n == 0)
 
     @cached_property
     def score_subs(self) -> int:
-        """Warps per head.  16 warps leave 96 registers each; wide heads and groups need more, hence 8."""
-        wide = self.shape.head_dim > 128 or self.shape.group > 8
-        return max(1, (8 if wide else 16) // self.score_heads)
+        """Warps per head."""
+        return SCORE_WARPS // self.score_heads
 
     @cached_property
     def score_ring_bytes(self) -> int:
@@ -70,12 +69,12 @@ class Launch:
         return max(1, min(self.sm_count // (self.shape.kv_heads // self.score_heads), groups))
 
     def select_cluster(self, largest: int) -> int:
-        """Blocks per (sequence, KV head): more while SMs are free and slices long, or while a slice does not fit."""
+        """Blocks per (sequence, KV head): up to two per SM while slices are long, more while a slice does not fit."""
         units, blocks = self.batch * self.shape.kv_heads, 1
         capacity = (self.shared_bytes - SELECT_STATIC_BYTES) // 4
         while blocks < largest and (
             -(-self.max_pages // blocks) > capacity
-            or (2 * blocks * units <= self.sm_count and self.max_pages >= 2 * blocks * SLICE_PAGES)
+            or (blocks * units <= self.sm_count and self.max_pages >= 2 * blocks * SLICE_PAGES)
         ):
             blocks *= 2
         return blocks
@@ -150,12 +149,13 @@ class CudaStages:
         )
 
     def _make_kernels(self, device: torch.device) -> None:
-        plan, heads = self.plan, self.sequences.batch * self.cache.shape.kv_heads
+        plan, shape = self.plan, self.cache.shape
+        heads = plan.batch * shape.kv_heads
         score_macros = {
             **plan.macros,
             "HEADS": plan.score_heads,
             "WARPS": plan.score_heads * plan.score_subs,
-            "UNROLL": 2,
+            "UNROLL": 4 if shape.head_dim <= 128 and shape.group <= 8 else 2,
             "SHARED_BYTES": plan.score_ring_bytes,
         }
         threads = 32 * (plan.score_heads * plan.score_subs + 1)
@@ -247,7 +247,6 @@ class CudaStages:
 
     def select(self) -> None:
         cache, options, plan = self.cache, self.options, self.plan
-        page_stride, head_stride, token_stride = self._strides
         self.select_kernel.launch(
             (self.select_blocks, cache.shape.kv_heads, self.sequences.batch),
             (
@@ -264,13 +263,6 @@ class CudaStages:
                 options.recent_pages,
                 int(options.combine == "share"),
                 self.slice_capacity,
-                cache.keys,
-                cache.values,
-                self.sequences.block_table,
-                self.sequences.max_pages,
-                page_stride,
-                head_stride,
-                cache.shape.page_kv_bytes // 2 if token_stride == (cache.shape.head_dim,) else 0,
             ),
             cluster=self.select_blocks,
         )
