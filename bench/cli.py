@@ -6,7 +6,9 @@ import sys
 
 import typer
 
+from bench.compare import compare
 from bench.doctor import doctor
+from bench.gate import gate
 from bench.latency import latency
 from bench.listing import list_
 from bench.show import show
@@ -22,12 +24,15 @@ app = typer.Typer(
 )
 app.command()(latency)
 app.command()(show)
+app.command()(compare)
+app.command()(gate)
 app.command("list")(list_)
 app.command()(doctor)
 
 
 def main() -> None:
-    """Entry point.  Exit codes: 0 done, 1 a row is not OK under --strict, 2 bad input or a machine that cannot do it."""
+    """Entry point.  Exit codes: 0 done, 1 a row is not OK under --strict, 2 bad input or a machine that cannot do it;
+    `compare` and `gate` tell theirs in their --help."""
     try:
         app()
     except (UserError, ShapeError) as error:

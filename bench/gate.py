@@ -1,0 +1,52 @@
+"""`locks-bench gate`: may this build pass?  A suspicion is measured again before it is an alarm."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench import output
+from bench.compare import Json, Markdown, Thresholds, show_verdicts
+from harness.errors import UserError
+from harness.store import load
+from harness.thresholds import load_thresholds
+
+
+def gate(
+    history: Annotated[str, typer.Argument(metavar="HISTORY", help="Records of the last good runs on this kind of machine.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Records of the run that is judged.")],
+    thresholds: Thresholds = None,
+    vouch: Annotated[float, typer.Option(help="Slow-down that must be ruled out where a cell is unclear; 0.05 is 5 %.")] = 0.05,
+    reruns: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where re-runs of suspects are kept.  [default: NEW-reruns]")
+    ] = None,
+    json_to: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Judge a run; what looks slower is measured again in 3 fresh processes.  Exit codes as of `compare`."""
+    output.check_target(json_to)
+    if not 0.01 <= vouch <= 0.5:
+        raise UserError(f"--vouch {vouch:g} is refused; use 0.01 to 0.5, where 0.05 is 5 %")
+    limits = load_thresholds(Path(thresholds)) if thresholds else []
+    before, after = load([history], output.say), load([new], output.say)
+
+    from bench.progress import Progress
+    from harness.compare import Rules
+    from harness.gate import GateRules
+    from harness.gate import gate as judged
+    from harness.rerun import in_fresh_processes
+    from harness.run import RunOptions
+
+    options = RunOptions(command=shlex.join(["locks-bench", *sys.argv[1:]]))
+    kept = Path(reruns) if reruns else Path(f"{new.rstrip('/')}-reruns")
+    with Progress(total=0) as progress:
+        rerun = in_fresh_processes(after, kept, options, progress.on_event)
+        result = judged(before, after, rerun, GateRules(Rules(thresholds=limits), vouch))
+    show_verdicts(result.comparison, result.exit_code, json_to, markdown)
+    if result.suspects:
+        output.say(f"measured again in fresh processes: {', '.join(result.suspects)}; records are in {kept}")
+    raise typer.Exit(int(result.exit_code))
