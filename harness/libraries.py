@@ -25,6 +25,7 @@ class Library:
 
 FA3 = Library("FlashAttention-3", "fa3-fwd", "fa3-fwd einops")
 FLASHINFER = Library("FlashInfer", "flashinfer-python", "flashinfer-python")
+LOCKS_KV = Library("locks-kv, the method author's package,", "locks-kv", "locks-kv==0.1.4 ninja")
 VLLM = Library("vLLM", "vllm", "vllm")
 TORCH = Library("PyTorch", "torch", "torch")
 TRITON = Library("Triton", "triton", "triton")
@@ -36,6 +37,8 @@ BY_BACKEND = {
     "flashinfer": FLASHINFER,
     "locks": TORCH,
     "locks-cuda": CUDA_CORE,
+    "locks-kv[best]": LOCKS_KV,
+    "locks-kv[default]": LOCKS_KV,
     "locks-triton": TRITON,
     "sdpa": TORCH,
 }
