@@ -91,7 +91,11 @@ class Kernel:
         device: torch.device,
         threads: int,
         shared_bytes: int = 0,
+        in_step: bool = True,
     ) -> None:
+        """`in_step`: gets the largest share of an SM for shared memory, as the others of a step do.  An SM changes that share
+        only when it is idle, so with different ones no kernel would start beside the one before it.
+        """
         from cuda.bindings import driver
 
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -99,9 +103,13 @@ class Kernel:
         self.function = check(driver.cuModuleGetFunction(module, name.encode()))
         self.threads, self.shared_bytes = threads, shared_bytes
         self.overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
+        attributes = driver.CUfunction_attribute
         if shared_bytes:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(driver.cuFuncSetAttribute(self.function, attribute, shared_bytes))
+        if in_step:
+            attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(driver.cuFuncSetAttribute(self.function, attribute, 100))
 
     def runs_at_once(self, cluster: int, clusters: int) -> bool:
         """Whether `clusters` clusters of `cluster` blocks are resident together; allows more than 8 blocks, too."""

@@ -1,10 +1,12 @@
 // Select: combine the group's scores and keep the best pages, exactly, in one launch whatever the data.
 //
 // One cluster of CLUSTER blocks per (sequence, KV head); each block takes a slice of the pages.  The scorer left its partial
-// log-sum-exps, so the scores are read once: combined keys (non-negative floats, whose bits order like integers) stay in shared
-// memory, and four rounds of an 8-bit radix search, one cluster barrier each, find the key of the last page kept.  Then every
-// block counts what lies before its slice and writes its page ids in ascending order; of equal keys the lowest pages are kept.
-// A round that finds exactly as many keys in its bin as are still needed is the last one: with real scores two or three do.
+// log-sum-exps, so the scores are read once.  A page's key is the distance of its combined score from an upper bound, counted in
+// floats (non-negative floats order like their bits), so the best page has the smallest key.  Rounds of a radix search over the
+// cluster, one barrier each, find the key of the last page kept: the first digit is an eighth of an octave (32 octaves; what lies
+// below shares a bin and is searched from the top), the next ones have 8 bits.  A round that finds exactly as many keys in its
+// bin as are still needed is the last one: with real scores the second is.  Then every block counts what lies before its slice
+// and writes its page ids in ascending order; of equal keys the lowest pages are kept.
 //
 // A step's selection at small contexts is a chain of latencies (measured: about 1,000 cycles a barrier round), so one warp does
 // what 16 would do again, and the passes over the keys take four at a time and skip where none matters.  Asking the kept pages
@@ -12,23 +14,30 @@
 #include "common.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
-constexpr int BINS = 256, ROUNDS = 4;
-constexpr uint32 EXCLUDED = 0xffffffffu;  // key of a page that is not ranked: a sink page, or behind the slice
+constexpr int BINS = 256;
+constexpr int FIRST_SHIFT = 20, MAX_ROUNDS = 5;  // 2^20 floats are an eighth of an octave
+constexpr uint32 EXCLUDED = 0xffffffffu;         // key of a page that is not ranked: a sink page, or behind the slice
 
-// Adds 1 to bins[bin] for each lane with `live`.  Lanes that agree with the first live one are added as one (a heavy bin would
-// otherwise serialise the whole warp).
-__device__ __forceinline__ void count(uint32* bins, uint32 bin, bool live) {
-    const uint32 mask = __ballot_sync(ALL_LANES, live);
-    if (mask == 0) return;
-    const int leader = __ffs(mask) - 1;
-    const uint32 common = __shfl_sync(ALL_LANES, bin, leader);
-    const uint32 same = __ballot_sync(ALL_LANES, live && bin == common);
-    if (static_cast<int>(threadIdx.x % 32) == leader) atomicAdd(&bins[common], __popc(same));
-    if (live && bin != common) atomicAdd(&bins[bin], 1u);
+// Adds 1 to bins[bin[j]] for each lane and j with live[j].  Lanes that agree with the first live one are added as one (a heavy bin
+// would otherwise serialise the whole warp).
+__device__ __forceinline__ void count(uint32* bins, const uint32 (&bin)[4], const bool (&live)[4]) {
+    uint32 same[4], common[4];
+    int leader[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        leader[j] = __ffs(__ballot_sync(ALL_LANES, live[j])) - 1;
+        common[j] = __shfl_sync(ALL_LANES, bin[j], leader[j] & 31);
+        same[j] = __ballot_sync(ALL_LANES, live[j] && bin[j] == common[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (static_cast<int>(threadIdx.x % 32) == leader[j]) atomicAdd(&bins[common[j]], __popc(same[j]));
+        if (live[j] && bin[j] != common[j]) atomicAdd(&bins[bin[j]], 1u);
+    }
 }
 
-// Exponent of 2 to subtract from a head's scores, from the scorer's parts; one warp.
-__device__ __forceinline__ float normaliser(const float2* parts, int first, int last, bool share) {
+// Exponent of 2 to subtract from a head's scores (x), and what its best page then has (y), from the scorer's parts; one warp.
+__device__ __forceinline__ float2 normaliser(const float2* parts, int first, int last, bool share) {
     constexpr int AT_ONCE = 8;
     float largest = LOWEST, sum = 0.f;
     for (int from = first + threadIdx.x % 32; from < last + static_cast<int>(threadIdx.x % 32); from += 32 * AT_ONCE) {
@@ -49,7 +58,8 @@ __device__ __forceinline__ float normaliser(const float2* parts, int first, int 
     sum *= exp2_fast(largest - top);
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
-    return share ? top + log2_fast(sum * G) : top;
+    const float offset = share ? top + log2_fast(sum * G) : top;
+    return make_float2(offset, exp2_fast(top - offset));
 }
 
 // scores [B, kv_heads * G, score_stride] nats; partials [B, kv_heads * G, score_blocks * subs] as `score` leaves them;
@@ -59,16 +69,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  int* __restrict__ tables, int kv_heads, int score_stride, int score_blocks, int subs, int kept, int sink_pages,
                  int recent_pages, int share, int slice_capacity) {
     extern __shared__ __align__(16) uint32 page_keys[];
-    __shared__ uint32 histogram[ROUNDS][BINS];
-    __shared__ __align__(16) uint32 totals[BINS];  // highest bin first
-    __shared__ float offsets[G];
+    __shared__ uint32 histogram[MAX_ROUNDS][BINS];
+    __shared__ __align__(16) uint32 totals[BINS];
+    __shared__ float offsets[G], peaks[G];
     __shared__ uint32 warp_above[32], warp_equal[32];
     __shared__ uint32 block_above, block_equal, digit, still_needed, in_bin;
 
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int head = blockIdx.y, sequence = blockIdx.z;
     const uint32 rank = cluster_rank();
-    for (int i = tid; i < ROUNDS * BINS; i += THREADS) (&histogram[0][0])[i] = 0;
+    for (int i = tid; i < MAX_ROUNDS * BINS; i += THREADS) (&histogram[0][0])[i] = 0;
     if (tid < 32) warp_above[tid] = warp_equal[tid] = 0;
     wait_for_previous_kernel();
     let_next_kernel_start();
@@ -91,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int first_part = list.owner(list.before) * subs;
         const int last_part = (list.owner(list.before + scored - 1) + 1) * subs;
         for (int g = warp; g < G; g += WARPS) {
-            const float offset = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
-            if (lane == 0) offsets[g] = offset;
+            const float2 found = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
+            if (lane == 0) offsets[g] = found.x, peaks[g] = found.y;
         }
     }
     __syncthreads();
@@ -102,6 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int padded = (length + 127) / 128 * 128;  // whole warps of four keys a lane
     if (padded > slice_capacity) __trap();
     const float* rows = scores + first_query * score_stride + begin;
+    float bound = 0.f;
+#pragma unroll
+    for (int g = 0; g < G; ++g) bound += peaks[g];
+    const uint32 top = __float_as_uint(bound) + (1u << 16);  // 0.8 % above, so that no rounding exceeds it
+#pragma unroll 2
     for (int i = 4 * tid; i < padded; i += 4 * THREADS) {
         float combined[4] = {};
         if (i < length) {
@@ -120,45 +135,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         uint32 key[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const bool live = i + j < length && begin + i + j >= sink_pages;
-            key[j] = live ? __float_as_uint(combined[j]) : EXCLUDED;
-            count(histogram[0], key[j] >> 24, live);
-        }
+        for (int j = 0; j < 4; ++j)
+            key[j] = i + j < length && begin + i + j >= sink_pages ? top - __float_as_uint(combined[j]) : EXCLUDED;
         *reinterpret_cast<uint4*>(page_keys + i) = make_uint4(key[0], key[1], key[2], key[3]);
     }
 
-    uint32 threshold = 0, needed = ranked;
+    // Keys below `limit` are kept, and the `needed` first ones that equal it.
+    uint32 limit = 0, needed = ranked;
+    int shift = FIRST_SHIFT;
+#pragma unroll 1
+    for (int round = 0; round < MAX_ROUNDS; ++round) {
+        const bool first = round == 0;
+        for (int i = 4 * tid; i < padded; i += 4 * THREADS) {
+            const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
+            const uint32 key[4] = {four.x, four.y, four.z, four.w};
+            uint32 bin[4];
+            bool live[4], any = false;
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        const int shift = 24 - 8 * round;
-        if (round > 0) {
-            const uint32 prefix = threshold >> (shift + 8);
-            for (int i = 4 * tid; i < padded; i += 4 * THREADS) {
-                const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
-                const uint32 key[4] = {four.x, four.y, four.z, four.w};
-                bool live[4], any = false;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) any |= live[j] = key[j] >> (shift + 8) == prefix && key[j] != EXCLUDED;
-                if (!__any_sync(ALL_LANES, any)) continue;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) count(histogram[round], key[j] >> shift & 0xff, live[j]);
+            for (int j = 0; j < 4; ++j) {
+                bin[j] = (key[j] - limit) >> shift;
+                if (first) bin[j] = min(bin[j], BINS - 1);
+                any |= live[j] = key[j] >= limit && bin[j] < BINS && key[j] != EXCLUDED;
             }
+            if (__any_sync(ALL_LANES, any)) count(histogram[round], bin, live);
         }
         cluster_sync();
-        if (tid < BINS) {
-            uint32 parts[CLUSTER], sum = 0;
+        {  // two threads a bin
+            constexpr int HALF = CLUSTER > 1 ? CLUSTER / 2 : 1;
+            const int bin = tid / 2, from = CLUSTER > 1 ? tid % 2 * HALF : 0;
+            uint32 parts[HALF], sum = 0;
 #pragma unroll
-            for (int block = 0; block < CLUSTER; ++block) parts[block] = load_from_block(&histogram[round][tid], block);
+            for (int block = 0; block < HALF; ++block) parts[block] = load_from_block(&histogram[round][bin], from + block);
 #pragma unroll
-            for (int block = 0; block < CLUSTER; ++block) sum += parts[block];
-            totals[BINS - 1 - tid] = sum;
+            for (int block = 0; block < HALF; ++block) sum += parts[block];
+            if (CLUSTER > 1) sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            totals[bin] = sum;
         }
         __syncthreads();
         if (warp == 0) {
-            const uint4 high = *reinterpret_cast<const uint4*>(totals + 8 * lane);
-            const uint4 low = *reinterpret_cast<const uint4*>(totals + 8 * lane + 4);
-            const uint32 bins[8] = {high.x, high.y, high.z, high.w, low.x, low.y, low.z, low.w};
+            const uint4 low = *reinterpret_cast<const uint4*>(totals + 8 * lane);
+            const uint4 high = *reinterpret_cast<const uint4*>(totals + 8 * lane + 4);
+            const uint32 bins[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             uint32 own = 0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) own += bins[j];
@@ -173,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
                 for (int j = 0; j < 8; ++j) {
                     if (before < needed && needed <= before + bins[j]) {
-                        digit = BINS - 1 - (8 * lane + j);
+                        digit = 8 * lane + j;
                         still_needed = needed - before;
                         in_bin = bins[j];
                     }
@@ -182,22 +199,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         __syncthreads();
-        threshold |= digit << shift;
+        const bool open_bin = first && digit == BINS - 1;  // has no upper end
+        limit += digit << shift;
         needed = still_needed;
-        if (needed == in_bin && threshold > 0) {  // all of the bin: keys above what lies just below it
-            --threshold, needed = 0;
+        if (needed == in_bin) {  // all of the bin
+            limit = open_bin ? EXCLUDED : limit + (1u << shift);
+            needed = 0;
             break;
         }
+        if (shift == 0) break;
+        shift = open_bin ? 24 : max(shift - 8, 0);
     }
 
-    // Each warp owns a run of its block's slice; `needed` pages of key == threshold are kept, the lowest ones.
+    // Each warp owns a run of its block's slice; pages whose key equals `limit` are kept up to `needed`, lowest first.
     const int run = (padded + 4 * THREADS - 1) / (4 * THREADS) * 128, from = min(warp * run, padded), to = min(from + run, padded);
     uint32 above = 0, equal = 0;
     for (int i = from + 4 * lane; i < to; i += 128) {
         const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
         const uint32 key[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) above += key[j] > threshold && key[j] != EXCLUDED, equal += key[j] == threshold;
+        for (int j = 0; j < 4; ++j) above += key[j] < limit, equal += key[j] == limit && needed > 0;
     }
     above = warp_sum(above), equal = warp_sum(equal);
     if (lane == 0) warp_above[warp] = above, warp_equal[warp] = equal;
@@ -217,20 +238,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const uint32 key[4] = {four.x, four.y, four.z, four.w};
         bool any = false;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) any |= key[j] >= threshold && key[j] != EXCLUDED;
+        for (int j = 0; j < 4; ++j) any |= key[j] <= limit && key[j] != EXCLUDED;
         if (!__any_sync(ALL_LANES, any)) continue;
         const uint32 lower = (1u << lane) - 1;
         uint32 my_above = above_before, my_equal = equal_before;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const uint32 above_mask = __ballot_sync(ALL_LANES, key[j] > threshold && key[j] != EXCLUDED);
-            const uint32 equal_mask = __ballot_sync(ALL_LANES, key[j] == threshold);
+            const uint32 above_mask = __ballot_sync(ALL_LANES, key[j] < limit);
+            const uint32 equal_mask = __ballot_sync(ALL_LANES, key[j] == limit);
             my_above += __popc(above_mask & lower), my_equal += __popc(equal_mask & lower);
             above_before += __popc(above_mask), equal_before += __popc(equal_mask);
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const bool is_above = key[j] > threshold && key[j] != EXCLUDED, is_equal = key[j] == threshold;
+            const bool is_above = key[j] < limit, is_equal = key[j] == limit;
             if (is_above || (is_equal && my_equal < needed)) table[sink_pages + my_above + min(my_equal, needed)] = begin + i + j;
             my_above += is_above, my_equal += is_equal;
         }

@@ -177,7 +177,7 @@ class CudaStages:
             if blocks <= PORTABLE_CLUSTER or self.attend_kernel.runs_at_once(blocks, heads * plan.attend_parts):
                 break
         build_threads = 32 * plan.build_warps
-        self.build_kernel = Kernel("build", "build", plan.macros, device, build_threads)
+        self.build_kernel = Kernel("build", "build", plan.macros, device, build_threads, in_step=False)
         self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, 32 * APPEND_WARPS)
 
     @staticmethod
