@@ -66,6 +66,7 @@ def gpu() -> dict[str, Any] | None:
         "l2_bytes": properties.L2_cache_size,
         "memory_bytes": properties.total_memory,
         "compute_capability": [properties.major, properties.minor],
+        "power_limit_w": power_limit_w(),
     }
 
 
@@ -74,6 +75,19 @@ def cuda_version() -> str | None:
     import torch
 
     return torch.version.cuda
+
+
+def power_limit_w() -> float | None:
+    """Enforced power limit of the current CUDA device, or None where NVML does not know the device."""
+    import pynvml
+
+    from harness.meters.device import NoMeters, current_identity, find_handle
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetEnforcedPowerLimit(find_handle(pynvml, current_identity())) / 1000
+    except (pynvml.NVMLError, NoMeters):
+        return None
 
 
 def driver() -> str | None:

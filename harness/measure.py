@@ -16,6 +16,7 @@ from harness.backend import Backend
 from harness.case import Case
 from harness.contestant import Contestant, prepare
 from harness.memory import MemoryPlan
+from harness.meters.session import ABSENT, CaseMeters, Meters
 from harness.outcome import fail, judge
 from harness.record import Outcome, Record
 from harness.stopping import StoppingRule
@@ -47,6 +48,7 @@ class Bench:
     read_roof_tbps: float | None = None
     clock_s: Callable[[], float] = time.perf_counter
     device_lost: Callable[[], bool] = device_lost
+    meters: Meters = ABSENT
 
 
 class DeviceLost(Exception):
@@ -127,9 +129,11 @@ class _CaseRun:
         for name in able:
             on_backend(name)
             self._prepare(name, data)
-        self._rounds()
+        with self.bench.meters.case() as meters:
+            self._rounds(meters)
         for name, contestant in self.running.items():
             contestant.finish(self.records[name], self.bench.timer)
+            meters.fill(self.records[name], contestant)
             judge(self.records[name])
 
     def _able(self, name: str) -> bool:
@@ -154,7 +158,7 @@ class _CaseRun:
         except Exception as error:
             self._settle(name, error, "before timing")
 
-    def _rounds(self) -> None:
+    def _rounds(self, meters: CaseMeters) -> None:
         """Rounds in seeded shuffled order until every backend has a reason to stop; all go on together, so that rounds pair."""
         shuffle = random.Random(self.case.seed)
         while any(contestant.stop_reason is None for contestant in self.running.values()):
@@ -163,6 +167,7 @@ class _CaseRun:
             for name in order:
                 try:
                     self.running[name].round(self.bench.rule, self.bench.clock_s)
+                    meters.round(name)
                 except Exception as error:
                     del self.running[name]
                     self._settle(name, error, "while it was timed")

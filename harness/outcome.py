@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from harness.backend import UnsupportedWorkload
+from harness.meters.throttle import throttled
 from harness.record import Outcome, Record
 from harness.stats import DRIFT_LIMIT, drift, median_interval, round_medians
 from harness.timer import CaptureError, first_line
@@ -35,6 +36,8 @@ def judge(record: Record) -> None:
         record.reason = (
             f"{bandwidth:.2f} TB/s is above the measured read roof of {roof:.2f} TB/s: data came from a cache or was not read"
         )
+    elif reason := throttled(record):
+        record.outcome, record.reason = Outcome.THROTTLED, reason
     elif abs(moved) > DRIFT_LIMIT:
         record.outcome = Outcome.THROTTLED
         record.reason = f"the second half of the rounds differs by {moved:+.1%}: clocks moved; let the GPU cool and repeat"

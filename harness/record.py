@@ -40,6 +40,11 @@ class Record:
     stages_ns     ns samples of what each stage adds to the step, measured after the headline
     bytes         analytic bytes per step by part (cost.py); for level token also "weights"
     stage_bytes   the bytes of one layer by the stage that moves them, where `stages_ns` is there
+    energy_j_per_token  whole device, idle power included; at level attention of all layers of the model; None if unknown
+    meters        readings at the end of each round (lists in the order of the rounds, those set aside included): sm_mhz,
+                  memory_mhz, power_w, temperature_c, events (why clocks were low); default_sm_mhz, power_limit_w, idle_w;
+                  slow_share of the rounds, set_aside_ns by place; energy with its window; dram_active_share of the peak
+                  bandwidth by the device's monitors; missing: what cannot be read and why
     gate          what was checked before the time was taken: relative error, tolerance, checks by name
     """
 
@@ -63,6 +68,8 @@ class Record:
     bytes: dict[str, int] | None = None
     stage_bytes: dict[str, int] | None = None
     gate: dict[str, Any] | None = None
+    energy_j_per_token: float | None = None
+    meters: dict[str, Any] | None = None
     read_roof_tbps: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA

@@ -15,6 +15,7 @@ from harness import backends
 from harness.case import Case
 from harness.measure import Bench, DeviceLost, measure_case
 from harness.memory import MemoryPlan
+from harness.meters.session import open_meters
 from harness.record import Record
 from harness.roof import read_roof_tbps
 from harness.stopping import CPU_RULE, StoppingRule
@@ -56,6 +57,7 @@ def timer(device: str) -> Timer:
 
 def make_bench(settings: Settings) -> Bench:
     """The measuring side of a run, with its read roof."""
+    meters = open_meters(settings.device)  # before the roof: nothing has made the device warm yet
     roof = settings.read_roof_tbps
     return Bench(
         timer=timer(settings.device),
@@ -63,6 +65,7 @@ def make_bench(settings: Settings) -> Bench:
         environment=settings.environment,
         command=settings.command,
         read_roof_tbps=read_roof_tbps(settings.device) if roof is None else roof,
+        meters=meters,
     )
 
 
