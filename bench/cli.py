@@ -11,6 +11,7 @@ from bench.doctor import doctor
 from bench.gate import gate
 from bench.latency import latency
 from bench.listing import list_
+from bench.report import report
 from bench.show import show
 from harness.errors import UserError
 from locks_kernels.shapes import ShapeError
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(latency)
 app.command()(show)
+app.command()(report)
 app.command()(compare)
 app.command()(gate)
 app.command("list")(list_)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from statistics import median
 
 import numpy as np
 
@@ -15,7 +16,7 @@ DRIFT_LIMIT = 0.02  # between the medians of the two halves of a measurement
 
 def round_medians(rounds: Sequence[Sequence[float]]) -> list[float]:
     """One value per round; empty rounds count for nothing."""
-    return [float(np.median(samples)) for samples in rounds if samples]
+    return [float(median(samples)) for samples in rounds if samples]
 
 
 def resampled_medians(values: Sequence[float], seed: int = SEED) -> np.ndarray:

@@ -39,14 +39,16 @@ def _row(record: Record) -> Row:
     case, timed = record.case, record.outcome in TIMED
     latency_ns, interval_ns = median_interval(record.rounds_ns) if timed and record.rounds_ns else (None, None)
     parts = record.bytes if timed else None
-    device = case["device"]
+    floor_us = sum(parts.values()) / record.read_roof_tbps / 1e6 if parts and record.read_roof_tbps else None
+    device = case.get("device") or record.environment.get("device")
     stages = {name: median(samples) / 1e3 for name, samples in (record.stages_ns or {}).items()} if timed else {}
     return {
+        "key": record.key,
         "level": case["level"],
         "model": case["model"]["name"],
         "ctx": case["ctx"],
         "batch": case["batch"],
-        "budget": case["select"]["budget_tokens"],
+        "budget": (case.get("select") or {}).get("budget_tokens"),
         "backend": record.backend,
         "outcome": str(record.outcome),
         "reason": record.reason,
@@ -56,6 +58,10 @@ def _row(record: Record) -> Row:
         "bytes": parts,
         "kv_bytes_per_step": kv_bytes(parts) if parts else None,
         "bandwidth_tbps": sum(parts.values()) / latency_ns / 1e3 if parts and latency_ns else None,
+        "floor_us": floor_us,
+        "roof_share": floor_us * 1e3 / latency_ns if floor_us and latency_ns else None,
+        "dram_bytes_measured": getattr(record, "dram_bytes_measured", None) if timed else None,
+        "energy_j_per_token": getattr(record, "energy_j_per_token", None) if timed else None,
         "tokens_per_s": _tokens_per_s(case, latency_ns) if latency_ns else None,
         "speedup_vs_best_dense": None,
         "best_dense": None,

@@ -11,31 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from reports.rows import WARM, Row
+from reports.text import ABSENT, number, short_size
 
 NO_CLAIM = "Measured on a CPU: these rows show that everything runs and is right. They are no performance claim."
 ATTENTION_TOKENS = "tok/s of level attention: the ceiling that attention alone sets, all layers of the model."
 
 
-def short_size(tokens: int) -> str:
-    """Tokens as they are typed: 8192 -> "8K" (1024-based)."""
-    for suffix, factor in (("M", 1024 * 1024), ("K", 1024)):
-        if tokens % factor == 0:
-            return f"{tokens // factor}{suffix}"
-    return str(tokens)
-
-
-def _number(value: float | None) -> str:
-    """Three significant digits or more, never an exponent; absent is a dash, and what is not 0 does not look like it."""
-    if value is None:
-        return "-"
-    if 0 < value < 0.005:
-        return "<0.01"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{1 if abs(value) >= 100 else 2}f}"
-
-
 def _interval(row: Row) -> str:
     interval = row["latency_ci95_us"]
-    return f"{_number(row['latency_us'])} [{', '.join(map(_number, interval))}]" if interval else _number(row["latency_us"])
+    return f"{number(row['latency_us'])} [{', '.join(map(number, interval))}]" if interval else number(row["latency_us"])
 
 
 def _bandwidth_share(row: Row) -> str:
@@ -54,7 +38,7 @@ def _speedup(row: Row) -> str:
 
 
 def _megabytes(bytes_: int | None) -> str:
-    return "-" if bytes_ is None else _number(bytes_ / 1e6)
+    return "-" if bytes_ is None else number(bytes_ / 1e6)
 
 
 COLUMNS: tuple[tuple[str, Callable[[Row], str], bool], ...] = (  # heading, cell, right-aligned
@@ -62,15 +46,15 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str], bool], ...] = (  # heading, cell
     ("level", lambda row: row["level"], False),
     ("ctx", lambda row: short_size(row["ctx"]), True),
     ("batch", lambda row: str(row["batch"]), True),
-    ("budget", lambda row: short_size(row["budget"]), True),
+    ("budget", lambda row: short_size(row["budget"]) if row["budget"] else ABSENT, True),
     ("backend", _backend, False),
     ("outcome", lambda row: row["outcome"], False),
     ("latency us [95 %]", _interval, True),
     ("vs dense", _speedup, True),
     ("KV MB", lambda row: _megabytes(row["kv_bytes_per_step"]), True),
-    ("TB/s", lambda row: _number(row["bandwidth_tbps"]), True),
+    ("TB/s", lambda row: number(row["bandwidth_tbps"]), True),
     ("% roof", _bandwidth_share, True),
-    ("tok/s", lambda row: _number(row["tokens_per_s"]), True),
+    ("tok/s", lambda row: number(row["tokens_per_s"]), True),
     ("kv plan", lambda row: (row["kv"] or {}).get("plan") or "-", False),
 )
 
@@ -103,9 +87,9 @@ def _stage_table(rows: list[Row]) -> Table:
     for row in rows:
         for stage, time in (row["stages_us"] or {}).items():
             floor = (row["stage_floors_us"] or {}).get(stage)
-            ratio = _number(time / floor) if floor else "-"
+            ratio = number(time / floor) if floor else "-"
             cells = short_size(row["ctx"]), str(row["batch"]), _backend(row), stage
-            table.add_row(*map(escape, cells), _number(time), _number(floor), ratio)
+            table.add_row(*map(escape, cells), number(time), number(floor), ratio)
     return table
 
 

@@ -1,0 +1,36 @@
+"""One colour, marker and dash for each backend, the same in all figures of all reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Style:
+    """symbol: a plotly marker name.  dash: a plotly dash name."""
+
+    color: str
+    symbol: str
+    dash: str = "solid"
+
+
+# Told apart by people with any of the common colour deficiencies, and at least 3:1 against both the white and the dark page.
+COLORS = ("#2a78d6", "#d55e00", "#009271", "#c065a0", "#8a7a1f", "#7a7f87", "#7a5cc9", "#b0403f")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
+DASHES = ("solid", "dash", "dot", "dashdot")
+KNOWN = ("locks", "fa3", "flashinfer", "locks-triton", "fa3-paged", "sdpa", "locks-cuda")
+
+
+def styles(backends: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Style of each backend by name.  The known ones always have theirs; others get what is left, in order of name."""
+    used = set(backends)
+    others = sorted(used - set(KNOWN))
+    slots = {name: slot for slot, name in enumerate((*KNOWN, *others))}
+    return {name: asdict(_style(slots[name])) for name in sorted(used)}
+
+
+def _style(slot: int) -> Style:
+    count = len(COLORS)
+    # The marker moves on with each turn of the colours, so that no two of the first 64 share both.
+    return Style(COLORS[slot % count], SYMBOLS[(slot + slot // count) % len(SYMBOLS)], DASHES[slot // count % len(DASHES)])
