@@ -119,9 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
     const int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * kept;
     const int* physical = block_table + static_cast<int64>(sequence) * max_pages;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
-    const int length = seq_lens[sequence];
+    const int length = seq_lens[sequence];  // like the query it was final before the selection could start
 
     uint32 q[2 * KEY_CHUNKS][4];
 #pragma unroll
@@ -134,6 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             q[2 * c][half] = raw.x, q[2 * c][half + 2] = raw.y;
             q[2 * c + 1][half] = raw.z, q[2 * c + 1][half + 2] = raw.w;
         }
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     Partial partial;
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) partial.largest[half] = LOWEST, partial.sum[half] = 0.f;

@@ -15,26 +15,10 @@
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 constexpr int BINS = 256;
+static_assert(THREADS == 2 * BINS, "two threads a bin");
 constexpr int FIRST_SHIFT = 20, MAX_ROUNDS = 5;  // 2^20 floats are an eighth of an octave
 constexpr uint32 EXCLUDED = 0xffffffffu;         // key of a page that is not ranked: a sink page, or behind the slice
-
-// Adds 1 to bins[bin[j]] for each lane and j with live[j].  Lanes that agree with the first live one are added as one (a heavy bin
-// would otherwise serialise the whole warp).
-__device__ __forceinline__ void count(uint32* bins, const uint32 (&bin)[4], const bool (&live)[4]) {
-    uint32 same[4], common[4];
-    int leader[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        leader[j] = __ffs(__ballot_sync(ALL_LANES, live[j])) - 1;
-        common[j] = __shfl_sync(ALL_LANES, bin[j], leader[j] & 31);
-        same[j] = __ballot_sync(ALL_LANES, live[j] && bin[j] == common[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        if (static_cast<int>(threadIdx.x % 32) == leader[j]) atomicAdd(&bins[common[j]], __popc(same[j]));
-        if (live[j] && bin[j] != common[j]) atomicAdd(&bins[bin[j]], 1u);
-    }
-}
+constexpr int COPIES = 32;                       // of the histogram: lanes never meet at an address, whatever the data
 
 // Exponent of 2 to subtract from a head's scores (x), and what its best page then has (y), from the scorer's parts; one warp.
 __device__ __forceinline__ float2 normaliser(const float2* parts, int first, int last, bool share) {
@@ -68,8 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     select_pages(const float* __restrict__ scores, const float2* __restrict__ partials, const int* __restrict__ seq_lens,
                  int* __restrict__ tables, int kv_heads, int score_stride, int score_blocks, int subs, int kept, int sink_pages,
                  int recent_pages, int share, int slice_capacity) {
-    extern __shared__ __align__(16) uint32 page_keys[];
-    __shared__ uint32 histogram[MAX_ROUNDS][BINS];
+    extern __shared__ __align__(16) uint32 histogram[];  // [BINS][COPIES], zero between rounds; behind it the page keys
+    uint32* page_keys = histogram + BINS * COPIES;
+    __shared__ uint32 block_totals[MAX_ROUNDS][BINS];
     __shared__ __align__(16) uint32 totals[BINS];
     __shared__ float offsets[G], peaks[G];
     __shared__ uint32 warp_above[32], warp_equal[32];
@@ -78,32 +63,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int head = blockIdx.y, sequence = blockIdx.z;
     const uint32 rank = cluster_rank();
-    for (int i = tid; i < MAX_ROUNDS * BINS; i += THREADS) (&histogram[0][0])[i] = 0;
+    for (int i = tid; i < BINS * COPIES / 4; i += THREADS) reinterpret_cast<uint4*>(histogram)[i] = make_uint4(0, 0, 0, 0);
     if (tid < 32) warp_above[tid] = warp_equal[tid] = 0;
+    // Lengths were final before the scorer could start; only its scores must be waited for.
+    const int pages = (seq_lens[sequence] + PAGE - 1) / PAGE;
+    int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * kept;
+    const int scored = pages - recent_pages, ranked = kept - sink_pages - recent_pages;
+    const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
+    int first_part = 0, last_part = 0;  // of the scorer, that touched this sequence
+    if (pages > kept && warp < G) {
+        const WorkList list(seq_lens, gridDim.z, sequence, recent_pages, score_blocks);
+        first_part = list.owner(list.before) * subs;
+        last_part = (list.owner(list.before + scored - 1) + 1) * subs;
+    }
     wait_for_previous_kernel();
     let_next_kernel_start();
 
-    const int pages = (seq_lens[sequence] + PAGE - 1) / PAGE;
-    int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * kept;
     if (pages <= kept) {  // the whole cluster agrees
         for (int i = rank * THREADS + tid; i < kept; i += CLUSTER * THREADS) table[i] = i < pages ? i : -1;
         return;
     }
-    const int scored = pages - recent_pages;
-    const int ranked = kept - sink_pages - recent_pages;
-    const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
     if (rank == 0 && warp == WARPS - 1) {
         for (int i = lane; i < sink_pages; i += 32) table[i] = i;
         for (int i = lane; i < recent_pages; i += 32) table[kept - recent_pages + i] = scored + i;
     }
-    if (warp < G) {
-        const WorkList list(seq_lens, gridDim.z, sequence, recent_pages, score_blocks);
-        const int first_part = list.owner(list.before) * subs;
-        const int last_part = (list.owner(list.before + scored - 1) + 1) * subs;
-        for (int g = warp; g < G; g += WARPS) {
-            const float2 found = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
-            if (lane == 0) offsets[g] = found.x, peaks[g] = found.y;
-        }
+    for (int g = warp; g < G; g += WARPS) {
+        const float2 found = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
+        if (lane == 0) offsets[g] = found.x, peaks[g] = found.y;
     }
     __syncthreads();
 
@@ -149,15 +135,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 4 * tid; i < padded; i += 4 * THREADS) {
             const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
             const uint32 key[4] = {four.x, four.y, four.z, four.w};
-            uint32 bin[4];
-            bool live[4], any = false;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                bin[j] = (key[j] - limit) >> shift;
-                if (first) bin[j] = min(bin[j], BINS - 1);
-                any |= live[j] = key[j] >= limit && bin[j] < BINS && key[j] != EXCLUDED;
+                uint32 bin = (key[j] - limit) >> shift;
+                if (first) bin = min(bin, BINS - 1);
+                if (key[j] >= limit && bin < BINS && key[j] != EXCLUDED) atomicAdd(&histogram[bin * COPIES + lane], 1u);
             }
-            if (__any_sync(ALL_LANES, any)) count(histogram[round], bin, live);
+        }
+        __syncthreads();
+        {  // two threads a bin, 16 copies each, cleared for the next round
+            uint4* copies = reinterpret_cast<uint4*>(histogram) + 4 * tid;
+            uint32 sum = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = (i + tid) % 4;  // spreads the lanes over the banks
+                const uint4 four = copies[at];
+                sum += four.x + four.y + four.z + four.w;
+                copies[at] = make_uint4(0, 0, 0, 0);
+            }
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            block_totals[round][tid / 2] = sum;
         }
         cluster_sync();
         {  // two threads a bin
@@ -165,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int bin = tid / 2, from = CLUSTER > 1 ? tid % 2 * HALF : 0;
             uint32 parts[HALF], sum = 0;
 #pragma unroll
-            for (int block = 0; block < HALF; ++block) parts[block] = load_from_block(&histogram[round][bin], from + block);
+            for (int block = 0; block < HALF; ++block) parts[block] = load_from_block(&block_totals[round][bin], from + block);
 #pragma unroll
             for (int block = 0; block < HALF; ++block) sum += parts[block];
             if (CLUSTER > 1) sum += __shfl_xor_sync(ALL_LANES, sum, 1);

@@ -18,7 +18,7 @@ PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 GROUP_PAGES = 8  # pages that a warp of the scorer takes at a time
 SCORE_WARPS = 8  # that compute, and KV heads per block at most
 RESERVED_SHARED_BYTES = 4096  # static shared memory and what the driver keeps for itself
-SELECT_THREADS, SELECT_STATIC_BYTES = 512, 8192
+SELECT_THREADS, SELECT_STATIC_BYTES, SELECT_HISTOGRAM_BYTES = 512, 12288, 32768
 SLICE_PAGES = 2048  # pages below which another block of the selection's cluster does not pay
 APPEND_WARPS = 2
 ATTEND_WARPS, ATTEND_RING, ATTEND_STATIC_BYTES = 8, 3, 16384
@@ -71,7 +71,7 @@ class Launch:
     def select_cluster(self, largest: int) -> int:
         """Blocks per (sequence, KV head): up to two per SM while slices are long, more while a slice does not fit."""
         units, blocks = self.batch * self.shape.kv_heads, 1
-        capacity = (self.shared_bytes - SELECT_STATIC_BYTES) // 4
+        capacity = (self.shared_bytes - SELECT_STATIC_BYTES - SELECT_HISTOGRAM_BYTES) // 4 - 256
         while blocks < largest and (
             -(-self.max_pages // blocks) > capacity
             or (blocks * units <= self.sm_count and self.max_pages >= 2 * blocks * SLICE_PAGES)
@@ -164,7 +164,7 @@ class CudaStages:
             self.select_blocks = blocks = plan.select_cluster(largest)
             self.slice_capacity = -(-(-(-plan.max_pages // blocks) + 4) // 128) * 128  # whole warps of four keys a lane
             macros = {**plan.macros, "CLUSTER": blocks}
-            shared_bytes = 4 * self.slice_capacity
+            shared_bytes = SELECT_HISTOGRAM_BYTES + 4 * self.slice_capacity
             self.select_kernel = Kernel("select", "select_pages", macros, device, SELECT_THREADS, shared_bytes)
             if blocks <= PORTABLE_CLUSTER or self.select_kernel.runs_at_once(blocks, heads):
                 break
