@@ -11,6 +11,7 @@ from bench.doctor import doctor
 from bench.gate import gate
 from bench.latency import latency
 from bench.listing import list_
+from bench.profile import profile
 from bench.report import report
 from bench.show import show
 from harness.errors import UserError
@@ -28,6 +29,7 @@ app.command()(show)
 app.command()(report)
 app.command()(compare)
 app.command()(gate)
+app.command()(profile)
 app.command("list")(list_)
 app.command()(doctor)
 

@@ -45,6 +45,8 @@ class Record:
                   memory_mhz, power_w, temperature_c, events (why clocks were low); default_sm_mhz, power_limit_w, idle_w;
                   slow_share of the rounds, set_aside_ns by place; energy with its window; dram_active_share of the peak
                   bandwidth by the device's monitors; missing: what cannot be read and why
+    dram_bytes_measured  of one step, read and written, by Nsight Compute in a run of its own; None if nobody looked
+    profiles      what each profiler gave, by tool: status, reason, hint, kernels (see profile/result.py)
     gate          what was checked before the time was taken: relative error, tolerance, checks by name
     """
 
@@ -70,6 +72,8 @@ class Record:
     gate: dict[str, Any] | None = None
     energy_j_per_token: float | None = None
     meters: dict[str, Any] | None = None
+    dram_bytes_measured: int | None = None
+    profiles: dict[str, Any] | None = None
     read_roof_tbps: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
