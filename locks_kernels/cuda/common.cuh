@@ -163,16 +163,19 @@ __device__ __forceinline__ uint32 load_from_block(const uint32* local, uint32 ra
     return *local;
 }
 // Writes to the place of block `rank` that corresponds to `local`.
-__device__ __forceinline__ void store_to_block(float* local, uint32 rank, float value) {
+__device__ __forceinline__ void store_to_block(uint32* local, uint32 rank, uint32 value) {
 #if __CUDA_ARCH__ >= 900
     if (CLUSTER > 1) {
         uint32 remote;
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
-        asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
         return;
     }
 #endif
     *local = value;
+}
+__device__ __forceinline__ void store_to_block(float* local, uint32 rank, float value) {
+    store_to_block(reinterpret_cast<uint32*>(local), rank, __float_as_uint(value));
 }
 #endif
 

@@ -3,10 +3,11 @@
 // One cluster of CLUSTER blocks per (sequence, KV head); each block takes a slice of the pages.  The scorer left its partial
 // log-sum-exps, so the scores are read once.  A page's key is the distance of its combined score from an upper bound, counted in
 // floats (non-negative floats order like their bits), so the best page has the smallest key.  Rounds of a radix search over the
-// cluster, one barrier each, find the key of the last page kept: the first digit is an eighth of an octave (32 octaves; what lies
-// below shares a bin and is searched from the top), the next ones have 8 bits.  A round that finds exactly as many keys in its
-// bin as are still needed is the last one: with real scores the second is.  Then every block counts what lies before its slice
-// and writes its page ids in ascending order; of equal keys the lowest pages are kept.
+// cluster, one barrier each, narrow down the key of the last page kept: the first digit is an eighth of an octave (32 octaves;
+// what lies below shares a bin and is searched from the top), the next ones have 8 bits.  Once the bin in question has few keys,
+// with real scores after one or two rounds, every block sends them to all others together with the number of its keys above the
+// bin, and each ranks them for itself: a second barrier, and the last.  Page ids come out in ascending order; of equal keys the
+// lowest pages are kept, also when there are too many of them to send.
 //
 // A step's selection at small contexts is a chain of latencies (measured: about 1,000 cycles a barrier round), so one warp does
 // what 16 would do again, and the passes over the keys take four at a time and skip where none matters.  Asking the kept pages
@@ -18,7 +19,8 @@ constexpr int BINS = 256;
 static_assert(THREADS == 2 * BINS, "two threads a bin");
 constexpr int FIRST_SHIFT = 20, MAX_ROUNDS = 5;  // 2^20 floats are an eighth of an octave
 constexpr uint32 EXCLUDED = 0xffffffffu;         // key of a page that is not ranked: a sink page, or behind the slice
-constexpr int COPIES = 32;                       // of the histogram: lanes never meet at an address, whatever the data
+constexpr int CANDIDATES = THREADS;               // keys of one bin that are ranked directly
+constexpr int COPIES = 16;                       // of the histogram: at most two lanes meet at an address, whatever the data
 
 // Exponent of 2 to subtract from a head's scores (x), and what its best page then has (y), from the scorer's parts; one warp.
 __device__ __forceinline__ float2 normaliser(const float2* parts, int first, int last, bool share) {
@@ -58,13 +60,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ __align__(16) uint32 totals[BINS];
     __shared__ float offsets[G], peaks[G];
     __shared__ uint32 warp_above[32], warp_equal[32];
-    __shared__ uint32 block_above, block_equal, digit, still_needed, in_bin;
+    __shared__ uint32 block_above[CLUSTER], block_equal[CLUSTER];                       // of every block, sent by them
+    __shared__ __align__(16) uint32 candidate_key[CANDIDATES], candidate_page[CANDIDATES];  // of all blocks
+    __shared__ uint32 own_key[CANDIDATES], own_page[CANDIDATES];
+    __shared__ uint32 own_candidates, candidates_before, chosen_before;
+    __shared__ uint32 digit, still_needed, in_bin;
 
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int head = blockIdx.y, sequence = blockIdx.z;
     const uint32 rank = cluster_rank();
     for (int i = tid; i < BINS * COPIES / 4; i += THREADS) reinterpret_cast<uint4*>(histogram)[i] = make_uint4(0, 0, 0, 0);
     if (tid < 32) warp_above[tid] = warp_equal[tid] = 0;
+    if (tid == 0) own_candidates = chosen_before = 0;
     // Lengths were final before the scorer could start; only its scores must be waited for.
     const int pages = (seq_lens[sequence] + PAGE - 1) / PAGE;
     int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * kept;
@@ -126,8 +133,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         *reinterpret_cast<uint4*>(page_keys + i) = make_uint4(key[0], key[1], key[2], key[3]);
     }
 
-    // Keys below `limit` are kept, and the `needed` first ones that equal it.
+    // Keys below `limit` are kept, and the `needed` best ones of those from `limit` on.
     uint32 limit = 0, needed = ranked;
+    bool direct = false;  // the bin's keys are ranked directly
     int shift = FIRST_SHIFT;
 #pragma unroll 1
     for (int round = 0; round < MAX_ROUNDS; ++round) {
@@ -139,16 +147,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int j = 0; j < 4; ++j) {
                 uint32 bin = (key[j] - limit) >> shift;
                 if (first) bin = min(bin, BINS - 1);
-                if (key[j] >= limit && bin < BINS && key[j] != EXCLUDED) atomicAdd(&histogram[bin * COPIES + lane], 1u);
+                if (key[j] >= limit && bin < BINS && key[j] != EXCLUDED) atomicAdd(&histogram[bin * COPIES + lane % COPIES], 1u);
             }
         }
         __syncthreads();
-        {  // two threads a bin, 16 copies each, cleared for the next round
-            uint4* copies = reinterpret_cast<uint4*>(histogram) + 4 * tid;
+        {  // two threads a bin, half of the copies each, cleared for the next round
+            constexpr int PARTS = COPIES / 8;
+            uint4* copies = reinterpret_cast<uint4*>(histogram) + PARTS * tid;
             uint32 sum = 0;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = (i + tid) % 4;  // spreads the lanes over the banks
+            for (int i = 0; i < PARTS; ++i) {
+                const int at = (i + tid / 4) % PARTS;  // spreads the lanes over the banks
                 const uint4 four = copies[at];
                 sum += four.x + four.y + four.z + four.w;
                 copies[at] = make_uint4(0, 0, 0, 0);
@@ -157,16 +166,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             block_totals[round][tid / 2] = sum;
         }
         cluster_sync();
+        constexpr int HALF = CLUSTER > 1 ? CLUSTER / 2 : 1;
+        const int from = CLUSTER > 1 ? tid % 2 * HALF : 0;
+        uint32 parts[HALF];
         {  // two threads a bin
-            constexpr int HALF = CLUSTER > 1 ? CLUSTER / 2 : 1;
-            const int bin = tid / 2, from = CLUSTER > 1 ? tid % 2 * HALF : 0;
-            uint32 parts[HALF], sum = 0;
 #pragma unroll
-            for (int block = 0; block < HALF; ++block) parts[block] = load_from_block(&block_totals[round][bin], from + block);
+            for (int block = 0; block < HALF; ++block) parts[block] = load_from_block(&block_totals[round][tid / 2], from + block);
+            uint32 sum = 0;
 #pragma unroll
             for (int block = 0; block < HALF; ++block) sum += parts[block];
             if (CLUSTER > 1) sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-            totals[bin] = sum;
+            totals[tid / 2] = sum;
         }
         __syncthreads();
         if (warp == 0) {
@@ -204,38 +214,81 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             needed = 0;
             break;
         }
+        if (in_bin <= CANDIDATES && !open_bin) {
+            uint32 before = 0;
+#pragma unroll
+            for (int block = 0; block < HALF; ++block) before += from + block < static_cast<int>(rank) ? parts[block] : 0u;
+            if (CLUSTER > 1) before += __shfl_xor_sync(ALL_LANES, before, 1);
+            if (tid / 2 == static_cast<int>(digit)) candidates_before = before;
+            direct = true;
+            break;
+        }
         if (shift == 0) break;
         shift = open_bin ? 24 : max(shift - 8, 0);
     }
 
-    // Each warp owns a run of its block's slice; pages whose key equals `limit` are kept up to `needed`, lowest first.
+    // Each warp owns a run of its block's slice.
     const int run = (padded + 4 * THREADS - 1) / (4 * THREADS) * 128, from = min(warp * run, padded), to = min(from + run, padded);
+    const uint32 width = direct ? 1u << shift : 1u;
     uint32 above = 0, equal = 0;
     for (int i = from + 4 * lane; i < to; i += 128) {
         const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
         const uint32 key[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) above += key[j] < limit, equal += key[j] == limit && needed > 0;
+        for (int j = 0; j < 4; ++j) {
+            above += key[j] < limit;
+            const bool inside = needed > 0 && key[j] >= limit && key[j] - limit < width;
+            equal += inside;
+            if (direct && inside) {
+                const uint32 at = atomicAdd(&own_candidates, 1u);
+                own_key[at] = key[j], own_page[at] = begin + i + j;
+            }
+        }
     }
     above = warp_sum(above), equal = warp_sum(equal);
     if (lane == 0) warp_above[warp] = above, warp_equal[warp] = equal;
     __syncthreads();
     if (warp == 0) {
         const uint32 sum_above = warp_sum(warp_above[lane]), sum_equal = warp_sum(warp_equal[lane]);
-        if (lane == 0) block_above = sum_above, block_equal = sum_equal;
+        if (lane < CLUSTER) {
+            store_to_block(&block_above[rank], lane, sum_above);
+            store_to_block(&block_equal[rank], lane, sum_equal);
+        }
+    }
+    if (direct) {
+        for (int i = tid; i < own_candidates * CLUSTER; i += THREADS) {
+            const int at = candidates_before + i / CLUSTER;
+            store_to_block(&candidate_key[at], i % CLUSTER, own_key[i / CLUSTER]);
+            store_to_block(&candidate_page[at], i % CLUSTER, own_page[i / CLUSTER]);
+        }
     }
     cluster_sync();
-    uint32 above_before = lane < rank ? load_from_block(&block_above, lane) : 0u;
-    uint32 equal_before = lane < rank ? load_from_block(&block_equal, lane) : 0u;
-    above_before = warp_sum(above_before + (lane < warp ? warp_above[lane] : 0u));
-    equal_before = warp_sum(equal_before + (lane < warp ? warp_equal[lane] : 0u));
-    cluster_arrive();  // its counts are read; see the wait at the end
+    if (direct) {
+        if (tid < static_cast<int>(in_bin)) {
+            const uint32 key = candidate_key[tid], page = candidate_page[tid];
+            uint32 better = 0;
+            for (int i = 0; i < static_cast<int>(in_bin); ++i)
+                better += candidate_key[i] < key || (candidate_key[i] == key && candidate_page[i] < page);
+            if (better < needed) {
+                if (page < begin) atomicAdd(&chosen_before, 1u);
+                else if (page < begin + length) {
+                    page_keys[page - begin] = 0;  // from here on like a key above the bin; no real one is 0
+                    atomicAdd(&warp_above[(page - begin) / run], 1u);
+                }
+            }
+        }
+        __syncthreads();
+        limit = max(limit, 1u), needed = 0;
+    }
+    uint32 above_before = warp_sum((lane < rank ? block_above[lane % CLUSTER] : 0u) + (lane < warp ? warp_above[lane] : 0u));
+    uint32 equal_before = warp_sum((lane < rank ? block_equal[lane % CLUSTER] : 0u) + (lane < warp ? warp_equal[lane] : 0u));
+    above_before += chosen_before;
     for (int i = from + 4 * lane; i - 4 * lane < to; i += 128) {
         const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
         const uint32 key[4] = {four.x, four.y, four.z, four.w};
         bool any = false;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) any |= key[j] <= limit && key[j] != EXCLUDED;
+        for (int j = 0; j < 4; ++j) any |= key[j] < limit || (needed > 0 && key[j] == limit);
         if (!__any_sync(ALL_LANES, any)) continue;
         const uint32 lower = (1u << lane) - 1;
         uint32 my_above = above_before, my_equal = equal_before;
@@ -253,5 +306,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             my_above += is_above, my_equal += is_equal;
         }
     }
-    cluster_wait();  // nobody leaves while others still read its counts
 }

@@ -18,7 +18,8 @@ PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 GROUP_PAGES = 8  # pages that a warp of the scorer takes at a time
 SCORE_WARPS = 8  # that compute, and KV heads per block at most
 RESERVED_SHARED_BYTES = 4096  # static shared memory and what the driver keeps for itself
-SELECT_THREADS, SELECT_STATIC_BYTES, SELECT_HISTOGRAM_BYTES = 512, 12288, 32768
+SCORE_LEAVES_BYTES = 65536  # of an SM's shared memory, for the selection's block to be there when the last score is written
+SELECT_THREADS, SELECT_STATIC_BYTES, SELECT_HISTOGRAM_BYTES = 512, 20480, 16384
 SLICE_PAGES = 2048  # pages below which another block of the selection's cluster does not pay
 APPEND_WARPS = 2
 ATTEND_WARPS, ATTEND_RING, ATTEND_STATIC_BYTES = 8, 3, 16384
@@ -61,7 +62,10 @@ class Launch:
     @cached_property
     def score_ring_bytes(self) -> int:
         stage = GROUP_PAGES * self.score_heads * RecordLayout.of(self.shape).record_bytes
-        return (self.shared_bytes - RESERVED_SHARED_BYTES) // stage * stage
+        fits, spares = (
+            bytes // stage for bytes in (self.shared_bytes - RESERVED_SHARED_BYTES, self.shared_bytes - SCORE_LEAVES_BYTES)
+        )
+        return max(spares, min(fits, 2)) * stage
 
     @cached_property
     def score_blocks(self) -> int:
