@@ -235,6 +235,25 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch, backend: type[LocksKv]
     assert "LOCKS_RKI4_Z" in (reason() or "") and "LOCKS_BENCH" not in (reason() or "")
 
 
+def test_a_bare_compiler_finds_what_came_with_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cuda = tmp_path / "nvidia" / "cu13"
+    (cuda / "include").mkdir(parents=True)
+    (cuda / "lib").mkdir()
+    (cuda / "lib" / "libcudart.so.13").write_text("runtime")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path / "built"))
+    monkeypatch.setenv("CPLUS_INCLUDE_PATH", "/mine")
+    monkeypatch.delenv("LIBRARY_PATH", raising=False)
+    for _ in range(2):  # the second time, the link is there
+        paths = locks_kv_package._toolchain()
+        assert paths["CPLUS_INCLUDE_PATH"].split(os.pathsep) == ["/mine", str(cuda / "include")]
+        assert (Path(paths["LIBRARY_PATH"]) / "libcudart.so").read_text() == "runtime"
+    (cuda / "lib" / "libcudart.so.13").rename(cuda / "lib" / "libcudart.so.14")
+    assert (Path(locks_kv_package._toolchain()["LIBRARY_PATH"]) / "libcudart.so").read_text() == "runtime"
+    shutil.rmtree(cuda)
+    assert locks_kv_package._toolchain() == {}
+
+
 def test_runs_on_gpus_only() -> None:
     assert "--device cuda" in (LocksKvDefault().supports(tiny_case()) or "")
 

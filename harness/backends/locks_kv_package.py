@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,8 +157,9 @@ def _runtime_folder(beside: list[Path], root: Path) -> list[str]:
     folder = root / "locks_kv_cudart"
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "libcudart.so"
-    if not link.exists():
-        link.unlink(missing_ok=True)
+    if link.is_symlink() and link.resolve() != runtimes[-1].resolve():
+        link.unlink(missing_ok=True)  # of another environment
+    with suppress(FileExistsError):
         link.symlink_to(runtimes[-1])
     return [str(folder)]
 
