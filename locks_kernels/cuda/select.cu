@@ -3,8 +3,8 @@
 // One cluster of CLUSTER blocks per (sequence, KV head); each block takes a slice of the pages.  The scorer left its partial
 // log-sum-exps, so the scores are read once.  A page's key is the distance of its combined score from an upper bound, counted in
 // floats (non-negative floats order like their bits), so the best page has the smallest key.  Rounds of a radix search over the
-// cluster, one barrier each, narrow down the key of the last page kept: the first digit is an eighth of an octave (32 octaves;
-// what lies below shares a bin and is searched from the top), the next ones have 8 bits.  Once the bin in question has few keys,
+// cluster, one barrier each, narrow down the key of the last page kept: the first digit is a sixteenth of an octave (16
+// octaves; what lies below shares a bin and is searched from the top), the next ones have 8 bits.  Once the bin in question has few keys,
 // with real scores after one or two rounds, every block sends them to all others together with the number of its keys above the
 // bin, and each ranks them for itself: a second barrier, and the last.  Page ids come out in ascending order; of equal keys the
 // lowest pages are kept, also when there are too many of them to send.
@@ -17,9 +17,9 @@
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 constexpr int BINS = 256;
 static_assert(THREADS == 2 * BINS, "two threads a bin");
-constexpr int FIRST_SHIFT = 20, MAX_ROUNDS = 5;  // 2^20 floats are an eighth of an octave
+constexpr int FIRST_SHIFT = 19, MAX_ROUNDS = 5;  // 2^19 floats are a sixteenth of an octave
 constexpr uint32 EXCLUDED = 0xffffffffu;         // key of a page that is not ranked: a sink page, or behind the slice
-constexpr int CANDIDATES = THREADS;               // keys of one bin that are ranked directly
+constexpr int CANDIDATES = THREADS / 8;           // keys of one bin that are ranked directly, eight threads each
 constexpr int COPIES = 16;                       // of the histogram: at most two lanes meet at an address, whatever the data
 
 // Exponent of 2 to subtract from a head's scores (x), and what its best page then has (y), from the scorer's parts; one warp.
@@ -264,17 +264,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     cluster_sync();
     if (direct) {
-        if (tid < static_cast<int>(in_bin)) {
-            const uint32 key = candidate_key[tid], page = candidate_page[tid];
-            uint32 better = 0;
-            for (int i = 0; i < static_cast<int>(in_bin); ++i)
+        const int mine = tid / 8;
+        uint32 better = 0, key = EXCLUDED, page = 0;
+        if (mine < static_cast<int>(in_bin)) {
+            key = candidate_key[mine], page = candidate_page[mine];
+            for (int i = tid % 8; i < static_cast<int>(in_bin); i += 8)
                 better += candidate_key[i] < key || (candidate_key[i] == key && candidate_page[i] < page);
-            if (better < needed) {
-                if (page < begin) atomicAdd(&chosen_before, 1u);
-                else if (page < begin + length) {
-                    page_keys[page - begin] = 0;  // from here on like a key above the bin; no real one is 0
-                    atomicAdd(&warp_above[(page - begin) / run], 1u);
-                }
+        }
+#pragma unroll
+        for (int apart = 4; apart > 0; apart /= 2) better += __shfl_xor_sync(ALL_LANES, better, apart);
+        if (tid % 8 == 0 && mine < static_cast<int>(in_bin) && better < needed) {
+            if (page < begin) atomicAdd(&chosen_before, 1u);
+            else if (page < begin + length) {
+                page_keys[page - begin] = 0;  // from here on like a key above the bin; no real one is 0
+                atomicAdd(&warp_above[(page - begin) / run], 1u);
             }
         }
         __syncthreads();
