@@ -14,6 +14,7 @@ from bench.listing import list_
 from bench.profile import profile
 from bench.report import report
 from bench.show import show
+from bench.sweep import sweep
 from harness.errors import UserError
 from locks_kernels.shapes import ShapeError
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(latency)
+app.command()(sweep)
 app.command()(show)
 app.command()(report)
 app.command()(compare)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench import arguments, output, sweep
+from bench import arguments, output, request
+from bench.execute import Wishes, execute, open_store
 from harness import backends as known_backends
-from harness.store import Store
-from reports.rows import rows
 from reports.table import NO_CLAIM
 
 
@@ -40,28 +36,13 @@ def latency(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a row is not OK or was left out.")] = False,
 ) -> None:
     """Measure the latency of one decode step."""
-    request = sweep.Request(ctx, batch, model, level, budget, kv, combine, rank, page_size, dtype, seed)
+    asked = request.Request(ctx, batch, model, level, budget, kv, combine, rank, page_size, dtype, seed)
     seconds = arguments.seconds(time_budget, "--time-budget") if time_budget else None
     output.check_target(json_to)
-    used = sweep.device_of(device)
-    cases = sweep.cases(request, used)
+    used = request.device_of(device)
+    cases = request.cases(asked, used)
     chosen = known_backends.resolve(backends, used)
-    records_on_disk = Store(Path(store), output.say)
+    kept = open_store(store)
     if used == "cpu" and json_to == output.STDOUT:
         output.say(NO_CLAIM)
-
-    from bench.progress import Progress
-    from harness.run import RunOptions, run_sweep
-
-    options = RunOptions(time_budget_s=seconds, command=shlex.join(["locks-bench", *sys.argv[1:]]))
-    with Progress(len(cases) * len(chosen)) as progress:
-        try:
-            records = run_sweep(cases, chosen, records_on_disk, options, progress.on_event)
-        except KeyboardInterrupt:
-            output.say(f"stopped; what was measured is in {store}, and the same command goes on from there")
-            raise
-    output.show_rows(rows(records), json_to)
-    for line in progress.closing_lines(store):
-        output.say(line)
-    if strict and (progress.left_out or any(record.outcome != "OK" for record in records)):
-        raise typer.Exit(1)
+    execute(cases, chosen, kept, Wishes(store, json_to, seconds, strict))

@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench import output
+from bench.suite import load_suite
+from bench.suite import names as suite_names
 from harness import backends, presets
 from harness.libraries import BY_BACKEND, Library
 
@@ -18,10 +20,14 @@ from harness.libraries import BY_BACKEND, Library
 def list_(
     json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
 ) -> None:
-    """List backends with their availability, and model presets with their geometry."""
-    found, models = backend_rows(), model_rows()
-    tables = Group(_table("Backends", found), _table("Models (--model), or a shape such as 32x8x128", models))
-    output.show({"backends": found, "models": models}, tables, json_to)
+    """List backends with their availability, model presets with their geometry, and suites."""
+    found, models, suites = backend_rows(), model_rows(), suite_rows()
+    tables = Group(
+        _table("Backends", found),
+        _table("Models (--model), or a shape such as 32x8x128", models),
+        _table("Suites (sweep SUITE), or a TOML file", suites),
+    )
+    output.show({"backends": found, "models": models, "suites": suites}, tables, json_to)
 
 
 def backend_rows() -> list[dict[str, Any]]:
@@ -61,6 +67,12 @@ def model_rows() -> list[dict[str, Any]]:
         }
         for model in presets.models().values()
     ]
+
+
+def suite_rows() -> list[dict[str, Any]]:
+    """Every suite that comes with the package."""
+    loaded = [load_suite(name) for name in suite_names()]
+    return [{"name": suite.name, "device": suite.device or "any", "what": suite.title} for suite in loaded]
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""The options of `latency` -> the cases of a sweep, every one checked before anything is measured."""
+"""The options of `latency`, or the axes of a suite -> the cases of a sweep, every one checked before anything is measured."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Measurer(Protocol):
 
 def run_sweep(
     cases: Sequence[Case],
-    backends: Sequence[str],
+    backends: Sequence[str] | Callable[[Case], Sequence[str]],
     store: RecordStore,
     options: RunOptions,
     on_event: Callable[[Event], None],
@@ -82,6 +82,7 @@ def run_sweep(
 ) -> list[Record]:
     """Measure every case with every backend, unless `store` holds the record already.  All cases are of one device.
 
+    backends: of all cases, or of one where it is a function.
     Returns the records of all cases that were reached, measured or found, in the order of the cases.
     """
     if not cases:
@@ -93,7 +94,7 @@ def run_sweep(
     try:
         for index, case in enumerate(cases, start=1):
             late = options.time_budget_s is not None and time.monotonic() - start > options.time_budget_s
-            sweep.case(case, backends, index, len(cases), late)
+            sweep.case(case, backends(case) if callable(backends) else backends, index, len(cases), late)
     finally:
         sweep.close()
     return sweep.records

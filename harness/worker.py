@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from harness.stopping import CPU_RULE, StoppingRule
 from harness.timer import GraphTimer, Timer, WallTimer
 
 STOP_SECONDS = 3
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class Worker:
 
 def serve(pipe: Connection, settings: Settings) -> None:
     """The worker's side: jobs in; backend names as they begin and the records out."""
+    _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends this process
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries that print must not spoil the parent's JSON
     local = InProcess(make_bench(settings))
@@ -165,3 +168,9 @@ def serve(pipe: Connection, settings: Settings) -> None:
         pipe.send(("records", (records, alive)))
         if not alive:
             return
+
+
+def _die_with_parent() -> None:
+    """A sweep that was killed leaves nobody behind on the GPU, who would disturb the one that goes on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
