@@ -15,7 +15,8 @@
 //
 // One block owns a run of pages of HEADS heads and takes them in groups of 8: a producer warp brings each group's records by
 // bulk copies into a ring of STAGES slots; warp (sub, head) takes every SUBS-th group.  All heads of a page are one contiguous
-// copy.  Eight consumer warps do as well as 16 (bytes bind) and leave room on the SM for the block that finishes a new page.
+// copy.  With at most 4 heads a group eight consumer warps do as well as 16 (bytes bind) and leave room on the SM for the blocks
+// that finish a new page and that select.
 #include "common.cuh"
 
 // Set by the launcher: HEADS KV heads per block, WARPS at most so many consumer warps, UNROLL page pairs (pages for G > 4)
@@ -58,12 +59,22 @@ __device__ __forceinline__ void barrier_expect(uint32 barrier, uint32 bytes) {
 #endif
 }
 
-// One page's records into shared memory; completes on `barrier`.
-__device__ __forceinline__ void copy_page(uint32 to, const uint8* from, uint32 barrier) {
+// Records are read once: they leave the second-level cache first, so that scores, block table and query stay for `select`.
+__device__ __forceinline__ uint64 read_once_policy() {
+    uint64 policy = 0;
 #if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "r"(PAGE_BYTES), "r"(barrier)
-                 : "memory");
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    return policy;
+}
+
+// One page's records into shared memory; completes on `barrier`.
+__device__ __forceinline__ void copy_page(uint32 to, const uint8* from, uint32 barrier, uint64 policy) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(PAGE_BYTES), "r"(barrier), "l"(policy)
+        : "memory");
 #else
     for (int at = 0; at < PAGE_BYTES; at += 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at) : "memory");
@@ -332,6 +343,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int page = static_cast<int>(begin - skipped);  // of `sequence`, where this block goes on
 
     if (warp == CONSUMERS) {
+        const uint64 policy = read_once_policy();
         int slot = 0, round = 0;
         for (uint32 at = begin; at < end; ++sequence, page = 0) {
             const int stop = min(scored_pages(seq_lens[sequence], recent_pages), page + static_cast<int>(end - at));
@@ -350,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     __syncwarp();
                     if (lane < pages)
                         copy_page(shared_address(stages + slot * STAGE_BYTES + lane * PAGE_BYTES),
-                                  summaries + (static_cast<int64>(id) * kv_heads + first_head) * RECORD, barrier);
+                                  summaries + (static_cast<int64>(id) * kv_heads + first_head) * RECORD, barrier, policy);
 #if __CUDA_ARCH__ < 900
                     asm volatile("cp.async.wait_all;" ::: "memory");
                     __syncwarp();

@@ -56,8 +56,9 @@ class Launch:
 
     @cached_property
     def score_subs(self) -> int:
-        """Warps per head."""
-        return SCORE_WARPS // self.score_heads
+        """Warps per head.  Groups over 4 heads need more arithmetic a page; over 8, or wide heads, the registers of 8 warps."""
+        twice = 4 < self.shape.group <= 8 and self.shape.head_dim <= 128
+        return SCORE_WARPS * (2 if twice else 1) // self.score_heads
 
     @cached_property
     def score_ring_bytes(self) -> int:
@@ -124,7 +125,8 @@ class CudaStages:
         shape, device = cache.shape, cache.keys.device
         kept = options.kept_pages(shape.page_size)
         if isinstance(share, CudaStages) and share._fits(cache, sequences, options):
-            self.__dict__.update({**share.__dict__, "cache": cache, "sequences": sequences})
+            own = {"cache": cache, "sequences": sequences, "tables": torch.full_like(share.tables, -1)}
+            self.__dict__.update({**share.__dict__, **own})
             return
         properties = torch.cuda.get_device_properties(device)
         plan = Launch(
@@ -159,7 +161,7 @@ class CudaStages:
             **plan.macros,
             "HEADS": plan.score_heads,
             "WARPS": plan.score_heads * plan.score_subs,
-            "UNROLL": 4 if shape.head_dim <= 128 and shape.group <= 8 else 2,
+            "UNROLL": 4 if shape.head_dim <= 128 and shape.group <= 4 else 2,
             "SHARED_BYTES": plan.score_ring_bytes,
         }
         threads = 32 * (plan.score_heads * plan.score_subs + 1)
