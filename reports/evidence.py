@@ -27,7 +27,7 @@ def fidelity(panel: Panel) -> list[str]:
     """What the records say about output quality: only that kernels do what their method says."""
     return [
         "Fidelity of the method (page recall, attention mass kept, answers found) is "
-        f"{NOT_MEASURED}: run `locks-bench fidelity`. The gate of each row shows that a kernel computes what its method says, "
+        f"{NOT_MEASURED}: run “locks-bench fidelity”. The gate of each row shows that a kernel computes what its method says, "
         "not that the method keeps the right pages."
     ]
 
@@ -68,9 +68,10 @@ def _noise(good: list[Entry]) -> str:
 
     worst = max(good, key=half)
     rounds = [entry.row["rounds"] for entry in good]
+    span = str(min(rounds)) if min(rounds) == max(rounds) else f"{min(rounds)} to {max(rounds)}"
     place = f"{worst.row['backend']}, {short_size(worst.row['ctx'])} x {worst.row['batch']}"
     return (
-        f"Noise: each median stands on {min(rounds)} to {max(rounds)} rounds; the widest 95 % interval is "
+        f"Noise: each median stands on {span} rounds; the widest 95 % interval is "
         f"±{100 * half(worst):.2f} % of its median ({place})."
     )
 

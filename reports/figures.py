@@ -30,17 +30,17 @@ def figures(panel: Panel) -> dict[str, Figure]:
         "stages": _figure(
             "stages",
             _cells(panel, lambda row: row["stages_us"]),
-            "Stages were not measured in these records; run `locks-bench latency`.",
+            "Stages were not measured in these records; run “locks-bench latency”.",
         ),
         "roof": _figure(
             "lines",
             _lines_by_batch(panel, lambda row: row["roof_share"]),
-            "The read roof was not measured in these records; run `locks-bench latency` on a GPU.",
+            "The read roof was not measured in these records; run “locks-bench latency” on a GPU.",
         ),
         "energy": _figure(
             "lines",
             _lines_by_batch(panel, lambda row: row["energy_j_per_token"]),
-            "Energy was not measured in these records; run `locks-bench latency` on a GPU whose driver reports power.",
+            "Energy was not measured in these records; run “locks-bench latency” on a GPU whose driver reports power.",
         ),
         "stability": _figure("rounds", _cells(panel, lambda row: row["latency_us"]), "No row of this set-up has samples."),
         "history": _figure("history", _history(panel), "These records hold one measurement of each case; give several stores."),

@@ -39,7 +39,7 @@ def told(cell: Cell) -> str:
         parts.append(f"{100 * cell.effect.change:+.2f} % time {bounds}")
     if cell.floor is not None:
         parts.append(f"changes under {100 * cell.floor:.1f} % do not count")
-    if cell.coverage is not Coverage.KEPT:
+    if cell.coverage is not Coverage.KEPT and not cell.reason:
         parts.append(f"coverage {cell.coverage}")
     return "; ".join([*parts, *([cell.reason] if cell.reason else [])])
 

@@ -19,13 +19,18 @@ from harness.record import Record
 from reports.evidence import outcome_counts
 from reports.history import comparison, told
 from reports.panels import Entry, all_entries, panels
-from reports.payload import embedded, packed_records, page_data
+from reports.payload import embedded, packed_records, page_data, samples_kept
 from reports.summary import summary
 from reports.text import count, listing, short_size
 
 Plotly = Literal["inline", "cdn", "directory"]
 PLOTLY_FILE = "plotly.min.js"
 SCRIPTS = ("data.js", "address.js", "figures.js", "kinds.js", "cells.js", "table.js", "main.js")
+SAMPLES_KEPT = {
+    "all": " No sample is left out.",
+    "medians": " These records hold too many samples for one page, which keeps the median of each round.",
+    "none": " These records hold too many samples for one page; the store has them all.",
+}
 MOST_REASONS = 200  # groups of failures that are listed; the table of all rows has every one
 
 
@@ -63,6 +68,7 @@ def render(records: Sequence[Record], options: Options = Options()) -> str:
             environments=_environments(entries),
             data=data,
             packed=is_packed,
+            samples_kept=SAMPLES_KEPT[samples_kept(entries)],
             raw=packed_records(entries),
             **chrome(options),
         )

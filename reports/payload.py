@@ -7,7 +7,7 @@ import gzip
 import json
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from markupsafe import Markup
 
@@ -77,18 +77,23 @@ def embedded(data: object) -> tuple[Markup, bool]:
 
 def packed_records(entries: Iterable[Entry]) -> str:
     """All records as gzipped JSON in base64, in the order of the table; samples are thinned where they would fill the page."""
-    records = [entry.record for entry in entries]
-    samples = sum(len(samples) for record in records for samples in record.rounds_ns or ())
-    rounds = sum(len(record.rounds_ns or ()) for record in records)
-    lines = []
-    for record in records:
+    entries = list(entries)
+    kept, lines = samples_kept(entries), []
+    for record in (entry.record for entry in entries):
         data = dict(vars(record))
-        if samples > MOST_SAMPLES and data["rounds_ns"]:
-            kept = rounds <= MOST_MEDIANS
-            data["rounds_ns"] = [[_short(median(part))] for part in data["rounds_ns"] if part] if kept else None
-            data["samples_left_out"] = "this page keeps medians of rounds" if kept else "this page keeps no samples"
+        if kept != "all" and record.rounds_ns:
+            data["rounds_ns"] = [[_short(median(part))] for part in record.rounds_ns if part] if kept == "medians" else None
+            data["samples_kept_in_this_page"] = kept
         lines.append(data)
     return packed(json.dumps(lines, separators=(",", ":"), allow_nan=False))
+
+
+def samples_kept(entries: Iterable[Entry]) -> Literal["all", "medians", "none"]:
+    """How much of the samples the page has room for."""
+    rounds = [entry.record.rounds_ns or [] for entry in entries]
+    if sum(len(samples) for line in rounds for samples in line) <= MOST_SAMPLES:
+        return "all"
+    return "medians" if sum(map(len, rounds)) <= MOST_MEDIANS else "none"
 
 
 def packed(text: str) -> str:

@@ -39,17 +39,18 @@ Report.kinds.stack = (slice, name, theme) => {
 
 Report.kinds.stages = (slice, name, theme) => {
   const stages = partsOf(slice.rows, "stages_us");
+  const words = stages.map((stage) => stage.replaceAll("_", " "));
   const traces = slice.rows.map((row) => {
     const backend = Report.value(row, "backend");
     return {
-      type: "bar", name: backend, x: stages, y: stages.map((stage) => Report.value(row, "stages_us")[stage] ?? null), offsetgroup: backend,
+      type: "bar", name: backend, x: words, y: stages.map((stage) => Report.value(row, "stages_us")[stage] ?? null), offsetgroup: backend,
       marker: { color: Report.styles[backend].color }, hovertemplate: "%{fullData.name}, %{x}: %{y:.4~g} µs<extra></extra>",
     };
   });
   const floors = stages.map((stage) => slice.rows.map((row) => (Report.value(row, "stage_floors_us") ?? {})[stage]).find((floor) => floor !== undefined) ?? null);
   traces.push({
-    name: "floor: bytes at the read roof", mode: "markers", x: stages, y: floors,
-    marker: { symbol: "line-ew", size: 60, line: { color: theme.floor, width: 3 } }, hovertemplate: "%{x}: floor %{y:.4~g} µs<extra></extra>",
+    name: "floor: bytes at the read roof", mode: "markers", x: words, y: floors,
+    marker: { symbol: "line-ew", size: Math.min(90, (0.55 * theme.width) / stages.length / 2), line: { color: theme.floor, width: 3 } }, hovertemplate: "%{x}: floor %{y:.4~g} µs<extra></extra>",
   });
   const body = slice.rows.flatMap((row) => stages.map((stage) => {
     const time = Report.value(row, "stages_us")[stage] ?? null;
@@ -83,7 +84,7 @@ Report.kinds.rounds = async (slice, name, theme) => {
       });
     }
     traces.push({
-      ...Report.line(backend, theme), legendgroup: backend, x: rounds.map((_, index) => index + 1), y: medians.map(share), customdata: medians.map((value) => value / 1e3),
+      ...Report.line(backend, theme), ...(rounds.length > 60 ? { mode: "lines" } : {}), legendgroup: backend, x: rounds.map((_, index) => index + 1), y: medians.map(share), customdata: medians.map((value) => value / 1e3),
       hovertemplate: "%{fullData.name}, round %{x}: %{customdata:.5~g} µs (%{y:+.2%})<extra></extra>",
     });
     const all = rounds.flat();
@@ -91,11 +92,29 @@ Report.kinds.rounds = async (slice, name, theme) => {
     const most = all.reduce((one, two) => Math.max(one, two), 0);
     body.push([backend, rounds.length, all.length, middle / 1e3, all.length ? least / 1e3 : null, all.length ? most / 1e3 : null, Report.value(row, "stop_reason") ?? "-"]);
   }
+  const clocks = clockTraces(slice.rows, records, theme);
+  const layout = {
+    xaxis: { title: "round, in time order", zeroline: false }, height: clocks.length ? 560 : 430,
+    yaxis: { title: "difference from the row's median", tickformat: "+.1%", zeroline: true, ...(clocks.length ? { domain: [0.34, 1] } : {}) },
+  };
+  if (clocks.length) layout.xaxis.anchor = "y2";
+  if (clocks.length) layout.yaxis2 = { title: { text: "SM clock, MHz" }, domain: [0, 0.26], gridcolor: theme.line, automargin: true };
   return {
-    traces, layout: { xaxis: { title: "round, in time order" }, yaxis: { title: "difference from the row's median", tickformat: "+.1%", zeroline: true } },
+    traces: [...traces, ...clocks], layout,
     table: [["backend", "rounds", "samples", "median, µs", "least, µs", "most, µs", "why it stopped"], body],
   };
 };
+
+// Clocks at the end of each round, under the samples; nothing where they were not read.
+const clockTraces = (rows, records, theme) => rows.flatMap((row) => {
+  const clocks = records[row].meters?.sm_mhz;
+  if (!clocks?.some((value) => value !== null)) return [];
+  const backend = Report.value(row, "backend");
+  return [{
+    ...Report.line(backend, theme), mode: "lines", yaxis: "y2", legendgroup: backend, showlegend: false,
+    x: clocks.map((_, index) => index + 1), y: clocks, hovertemplate: "%{fullData.name}, round %{x}: %{y:.0f} MHz<extra></extra>",
+  }];
+});
 
 Report.median = (values) => {
   const sorted = [...values].sort((one, two) => one - two);

@@ -38,21 +38,21 @@ Report.drawFigure = async (element) => {
   const numbers = element.querySelector(".numbers");
   absent.hidden = !figure.empty;
   absent.textContent = figure.empty ?? "";
-  plot.hidden = numbers.hidden = Boolean(figure.empty);
+  plot.hidden = numbers.hidden = element.querySelector("figcaption").hidden = Boolean(figure.empty);
   slicer.hidden = figure.slices.length < 2;
   if (figure.empty) {
     Plotly.purge(plot);
     return;
   }
   const slice = chosenSlice(figure, slicer.querySelector("select"), name);
-  const theme = Report.theme();
+  const theme = { ...Report.theme(), width: plot.clientWidth };
   const { traces, layout, table } = await Report.kinds[figure.kind](slice, name, theme);
   const { axis, ...base } = baseLayout(theme);
   const merged = { ...base, ...layout };
   for (const side of ["xaxis", "yaxis"]) merged[side] = titled({ ...axis, ...layout[side] }, layout[side].title);
-  if (innerWidth < 600) merged.margin = { l: 44, r: 8, t: 34, b: 44 };
+  if (innerWidth < 600) merged.margin = { l: 44, r: 8, t: 12, b: 44 };
   const config = {
-    responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud", "downloadJson", "zoomIn2d", "zoomOut2d", "pan2d"],
+    responsive: true, displaylogo: false, displayModeBar: innerWidth >= 600, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "sendChartToCloud", "downloadJson", "zoomIn2d", "zoomOut2d", "pan2d"],
     toImageButtonOptions: { format: "svg", filename: `${name}-${Report.panel.slug}` },
   };
   await Plotly.react(plot, traces, merged, config);

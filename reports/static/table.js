@@ -4,6 +4,7 @@ const COLUMNS = [ // [key, heading, text of a row, numeric]
   ["model", "model"], ["level", "level"], ["ctx", "context", (row) => Report.size(Report.value(row, "ctx")), true],
   ["batch", "batch", null, true], ["budget", "budget", (row) => (Report.value(row, "budget") === null ? "-" : Report.size(Report.value(row, "budget"))), true],
   ["backend", "backend"], ["outcome", "outcome"],
+  ["reason", "reason or flag", (row) => [Report.value(row, "reason"), ...Report.value(row, "flags")].filter(Boolean).join("; ") || "-"],
   ["latency_us", "latency, µs [95 %]", (row) => interval(row, "latency_us", "latency_ci95_us"), true],
   ["speedup_vs_best_dense", "x dense [95 %]", (row) => interval(row, "speedup_vs_best_dense", "speedup_ci95", Report.value(row, "flags").length ? " !" : ""), true],
   ["kv_bytes_per_step", "KV, MB", (row) => scaled(row, "kv_bytes_per_step", 1e-6), true],
@@ -12,10 +13,15 @@ const COLUMNS = [ // [key, heading, text of a row, numeric]
   ["tokens_per_s", "tokens/s", null, true], ["energy_j_per_token", "J/token", null, true],
   ["plan_us", "planning, µs", null, true], ["eager_us", "without graph, µs", null, true],
   ["plan", "KV plan"], ["cache_state", "cache"], ["machine", "machine"], ["commit", "commit", (row) => (Report.value(row, "commit") ?? "-").slice(0, 10)],
-  ["time", "time"], ["state", "state"], ["reason", "reason or flag", (row) => [Report.value(row, "reason"), ...Report.value(row, "flags")].filter(Boolean).join("; ") || "-"],
+  ["time", "time"], ["state", "state"],
 ];
 const FILTERS = ["machine", "model", "level", "ctx", "batch", "budget", "backend", "outcome", "state"];
 const PAGE = 100;
+const ACTIONS = ["command", "record"];
+const shownColumns = () => COLUMNS.filter(([key]) => { // a column that is empty in every row only costs width
+  if (key === "reason") return Report.columns.reason.some(Boolean) || Report.columns.flags.some((flags) => flags.length);
+  return Report.columns[key].some((value) => value !== null);
+});
 
 const interval = (row, name, ci, mark = "") => `${Report.number(Report.value(row, name))} ${Report.bracket(Report.value(row, ci))}${mark}`.trim();
 const scaled = (row, name, factor) => Report.number(Report.value(row, name) === null ? null : Report.value(row, name) * factor);
@@ -49,13 +55,13 @@ const draw = () => {
   const { table, element } = Report;
   const rows = table.rows.slice(0, table.shown);
   const [sort, order] = [Report.address.get("sort"), Report.address.get("order")];
-  const heads = COLUMNS.map(([key, label, , numeric]) => {
+  const heads = table.columns.map(([key, label, , numeric]) => {
     const head = element("th", { scope: "col", className: numeric ? "number" : "" }, element("button", { type: "button" }, label));
     head.firstChild.dataset.sort = key;
     if (key === sort) head.setAttribute("aria-sort", order === "down" ? "descending" : "ascending");
     return head;
   });
-  heads.push(element("th", { scope: "col" }, "repeat"), element("th", { scope: "col" }, "record"));
+  heads.splice(table.actionsAt, 0, ...ACTIONS.map((label) => element("th", { scope: "col" }, label)));
   const target = document.querySelector("table.data");
   target.replaceChildren(
     element("caption", {}, "Every row of these records. A heading sorts by its column; “!” marks a speed-up above the ratio of the bytes."),
@@ -67,8 +73,8 @@ const draw = () => {
 };
 
 const rowElement = (row) => {
-  const { element } = Report;
-  const cells = COLUMNS.map((column) => {
+  const { element, table } = Report;
+  const cells = table.columns.map((column) => {
     const cell = element(column[0] === "backend" ? "th" : "td", { className: column[3] ? "number" : column[0] }, textOf(column, row));
     if (column[0] === "backend") {
       const swatch = element("span", { className: "swatch" });
@@ -79,14 +85,15 @@ const rowElement = (row) => {
     return cell;
   });
   const where = `${Report.value(row, "backend")}, ${Report.cell(row)}`;
-  const button = (label, action) => {
+  const button = (label, action, words) => {
     const made = element("button", { type: "button" }, label);
     Object.assign(made.dataset, { action, row });
-    made.setAttribute("aria-label", `${label}: ${where}`);
+    made.setAttribute("aria-label", `${words} ${where}`);
     return element("td", {}, made);
   };
   const failed = Report.value(row, "outcome") !== "OK";
-  return element("tr", { className: failed ? "failed" : "" }, ...cells, button("copy command", "command"), button("show record", "record"));
+  cells.splice(table.actionsAt, 0, button("copy", "command", "copy the command of"), button("show", "record", "show the record of"));
+  return element("tr", { className: failed ? "failed" : "" }, ...cells);
 };
 
 const csvText = (value) => {
@@ -129,6 +136,8 @@ Report.table.show = () => { // controls follow the address
 
 Report.table.start = () => {
   Report.columns.state = Report.columns.current.map((current) => (current ? "latest" : "superseded"));
+  Report.table.columns = shownColumns();
+  Report.table.actionsAt = Report.table.columns.findIndex(([key]) => key === "outcome") + 1;
   fillFilters();
   const section = document.getElementById("rows");
   section.addEventListener("click", (event) => {
