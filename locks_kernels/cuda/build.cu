@@ -411,7 +411,7 @@ __device__ __forceinline__ void summarise(Scratch<SLOTS>& scratch, int64 token_s
 }
 
 // page_ids [count]: physical pages, all complete; summaries [num_pages, kv_heads, RECORD].
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     build(const uint16* __restrict__ keys, const int64* __restrict__ page_ids, uint8* __restrict__ summaries, int64 count, int kv_heads,
           int64 page_stride, int64 head_stride, int64 token_stride) {
     __shared__ Scratch<UNITS> shared[WARPS];
@@ -433,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // Writes each sequence's new token (new_keys, new_values [B, kv_heads, D]) at position seq_lens - 1 and summarises the page that
 // it fills.  A warp has one unit, since here latency counts.  The next kernel may start at once: it does not need what this one
 // writes, see score.cu; blocks are small so that one of the scorer's fits beside them on an SM.
-extern "C" __global__ void __launch_bounds__(32 * APPEND_WARPS)
+extern "C" __global__ void __launch_bounds__(32 * APPEND_WARPS, 1)
     append_finalise(uint16* keys, uint16* values, const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values,
                     const int* __restrict__ block_table, const int* __restrict__ seq_lens, uint8* __restrict__ summaries, int batch,
                     int kv_heads, int max_pages, int64 page_stride, int64 head_stride, int64 token_stride) {

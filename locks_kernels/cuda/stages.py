@@ -50,6 +50,17 @@ class Launch:
         }
 
     @cached_property
+    def score_macros(self) -> dict[str, object]:
+        few = self.shape.head_dim <= 128 and self.shape.group <= 4
+        return {
+            **self.macros,
+            "HEADS": self.score_heads,
+            "WARPS": self.score_heads * self.score_subs,
+            "UNROLL": 4 if few else 2,  # pairs of pages, or pages, in flight a warp
+            "SHARED_BYTES": self.score_ring_bytes,
+        }
+
+    @cached_property
     def score_heads(self) -> int:
         """KV heads that one block of the scorer takes: the largest divisor of H up to 8."""
         return max(n for n in range(1, SCORE_WARPS + 1) if self.shape.kv_heads % n == 0)
@@ -118,7 +129,12 @@ class Launch:
 
 
 class CudaStages:
-    """Stages (decode.py) in CUDA C++.  All launches are asynchronous and capturable."""
+    """Stages (decode.py) in CUDA C++.  All launches are asynchronous and capturable.
+
+    `score` and what follows may start while `append_finalise` still runs: in a stream they belong behind one another.
+    """
+
+    tables: torch.Tensor
 
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
         self.cache, self.sequences, self.options = cache, sequences, options
@@ -157,15 +173,8 @@ class CudaStages:
     def _make_kernels(self, device: torch.device) -> None:
         plan, shape = self.plan, self.cache.shape
         heads = plan.batch * shape.kv_heads
-        score_macros = {
-            **plan.macros,
-            "HEADS": plan.score_heads,
-            "WARPS": plan.score_heads * plan.score_subs,
-            "UNROLL": 4 if shape.head_dim <= 128 and shape.group <= 4 else 2,
-            "SHARED_BYTES": plan.score_ring_bytes,
-        }
         threads = 32 * (plan.score_heads * plan.score_subs + 1)
-        self.score_kernel = Kernel("score", "score", score_macros, device, threads, plan.score_ring_bytes)
+        self.score_kernel = Kernel("score", "score", plan.score_macros, device, threads, plan.score_ring_bytes)
         for largest in (LARGEST_CLUSTER, PORTABLE_CLUSTER) if self.score_kernel.overlaps else (1,):
             self.select_blocks = blocks = plan.select_cluster(largest)
             self.slice_capacity = -(-(-(-plan.max_pages // blocks) + 4) // 128) * 128  # whole warps of four keys a lane

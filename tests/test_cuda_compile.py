@@ -1,0 +1,91 @@
+"""Every CUDA C++ kernel compiles with NVRTC for every architecture, without spills and within a table of registers.
+
+Runs without a GPU.  The table is what a block may use at its launch size, or what keeps two kernels side by side on an SM
+(score.cu tells why that matters); a compiler that needs more than it must be looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from locks_kernels.cuda.program import compile_cubin
+from locks_kernels.cuda.stages import ATTEND_RING, Launch
+from locks_kernels.shapes import DecodeShape
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10, "sm_100a": 227 << 10}
+SHAPES = {
+    "llama": DecodeShape(32, 8),
+    "glm": DecodeShape(32, 4),
+    "mqa": DecodeShape(16, 1, dtype="float16"),
+    "wide": DecodeShape(8, 2, head_dim=256, page_size=32),
+    "narrow": DecodeShape(9, 3, head_dim=64, rank=2),
+    "long pages": DecodeShape(5, 1, page_size=64, rank=4),
+}
+# Bytes that are spilled all the same: two whole columns of a 64-token page are 128 registers.
+SPILLS = {("build", "long pages", "sm_100a"): 80}
+# kernel: most registers a thread, by shape
+REGISTERS = {
+    "score": {"llama": 104, "glm": 88, "mqa": 128, "wide": 128, "narrow": 112, "long pages": 112},
+    "select_pages": {"llama": 72, "glm": 88, "mqa": 128, "wide": 72, "narrow": 72, "long pages": 72},
+    "attend": {"llama": 200, "glm": 200, "mqa": 200, "wide": 240, "narrow": 128, "long pages": 200},
+    "build": {"llama": 128, "glm": 128, "mqa": 128, "wide": 255, "narrow": 128, "long pages": 255},
+    "append_finalise": {"llama": 104, "glm": 104, "mqa": 112, "wide": 240, "narrow": 80, "long pages": 255},
+}
+
+
+def cuobjdump() -> Path:
+    spec = importlib.util.find_spec("triton")
+    assert spec and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0]) / "backends/nvidia/bin/cuobjdump"
+
+
+def resources(binary: bytes, folder: Path) -> dict[str, tuple[int, int]]:
+    """Registers and stack bytes of each kernel in a binary."""
+    file = folder / "kernel.cubin"
+    file.write_bytes(binary)
+    command = [str(cuobjdump()), "-res-usage", str(file)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", text)
+    return {name: (int(registers), int(stack)) for name, registers, stack in found}
+
+
+def compilations(shape: DecodeShape, arch: str) -> list[tuple[str, dict[str, object]]]:
+    """What CudaStages compiles for a shape at batch 1 and at a batch that fills the device."""
+    plan = Launch(shape, 1, 8192, 2048 // shape.page_size, 132, SHARED_BYTES[arch])
+    clusters = (1,) if arch == "sm_80" else (1, 8)
+    stages = min(ATTEND_RING, plan.attend_stages(1))
+    return [
+        ("score", plan.score_macros),
+        *(("select", {**plan.macros, "CLUSTER": cluster}) for cluster in clusters),
+        *(("attend", {**plan.macros, "CLUSTER": cluster, "STAGES": stages}) for cluster in clusters),
+        ("build", plan.macros),
+    ]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_compile_without_spills(name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path / "cache"))
+    kernels = set()
+    for source, macros in compilations(SHAPES[name], arch):
+        for kernel, (registers, stack) in resources(compile_cubin(source, macros, arch), tmp_path).items():
+            kernels.add(kernel)
+            assert stack <= SPILLS.get((kernel, name, arch), 0), f"{kernel} spills {stack} bytes with {macros}"
+            assert registers <= REGISTERS[kernel][name], f"{kernel} takes {registers} registers with {macros}"
+    assert kernels == set(REGISTERS)
+
+
+def test_a_compiled_kernel_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path))
+    macros = Launch(SHAPES["narrow"], 1, 64, 8, 132, SHARED_BYTES["sm_90a"]).macros
+    first = compile_cubin("build", macros, "sm_90a")
+    (cached,) = tmp_path.iterdir()
+    cached.write_bytes(b"stands for the binary")
+    assert compile_cubin("build", macros, "sm_90a") == b"stands for the binary" != first
+    assert compile_cubin("build", {**macros, "R": 4}, "sm_90a") != b"stands for the binary"
