@@ -8,6 +8,7 @@ import typer
 
 from bench.compare import compare
 from bench.doctor import doctor
+from bench.fidelity import fidelity
 from bench.gate import gate
 from bench.latency import latency
 from bench.listing import list_
@@ -30,6 +31,7 @@ app.command()(sweep)
 app.command()(show)
 app.command()(report)
 app.command()(compare)
+app.command()(fidelity)
 app.command()(gate)
 app.command()(profile)
 app.command("list")(list_)

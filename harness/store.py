@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.case import Case
 from harness.environment import identity
@@ -41,22 +41,28 @@ def resume_key(
 
 
 class Store:
-    """One store opened for appending.  UserError if it cannot be written or holds damaged lines, before anything runs."""
+    """One store opened for appending.  UserError if it cannot be written or holds damaged lines, before anything runs.
+
+    A subclass with another `kind` of record keeps it in a `file` of its own beside the measurements.
+    """
+
+    file: ClassVar[str] = FILE
+    kind: ClassVar[Any] = Record
 
     def __init__(self, directory: Path | str, on_note: Note = _silent) -> None:
-        self.path = Path(directory) / FILE
+        self.path = Path(directory) / self.file
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             os.close(self._open())
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        self._latest = {record.key: record for record in read(self.path, on_note)}
+        self._latest = {record.key: record for record in read(self.path, on_note, self.kind)}
 
-    def find(self, key: str) -> Record | None:
+    def find(self, key: str) -> Any:
         """The latest record of a key."""
         return self._latest.get(key)
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Any) -> None:
         """Write one line and wait until it is on disk; safe with other writers of the same store."""
         line = record.to_json().encode() + b"\n"
         try:
@@ -86,7 +92,7 @@ def load(paths: Iterable[Path | str], on_note: Note = _silent) -> list[Record]:
     return sorted(latest.values(), key=lambda record: record.time)
 
 
-def read(file: Path, on_note: Note = _silent) -> list[Record]:
+def read(file: Path, on_note: Note = _silent, kind: Any = Record) -> list[Any]:
     """All records of one file in order.  UserError names the line that is damaged; a torn one is only noted."""
     try:
         lines = file.read_bytes().split(b"\n")
@@ -102,7 +108,7 @@ def read(file: Path, on_note: Note = _silent) -> list[Record]:
         try:
             data = json.loads(line)
             if data != TORN_MARK:
-                records.append(Record.from_dict(data))
+                records.append(kind.from_dict(data))
         except (ValueError, TypeError, AttributeError) as error:
             marked = number < len(lines) and lines[number] == json.dumps(TORN_MARK).encode()
             if number != torn_end and not marked:

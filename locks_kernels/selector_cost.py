@@ -105,7 +105,7 @@ class ShadowKV:
 
     @staticmethod
     def attend_bytes(shape: DecodeShape, tokens: float) -> float:
-        """Keys and values, and the rows of the low-rank factor, shared by a layer's KV heads, that the keys are rebuilt from."""
+        """Keys and values, and rows of the factor that keys are rebuilt from, which the KV heads of a layer share."""
         rank = min(SHADOW_RANK, shape.kv_heads * shape.head_dim)
         return attend_bytes(shape, tokens) + tokens * rank * shape.element_bytes / shape.kv_heads
 

@@ -24,7 +24,7 @@ from locks_kernels.spectral_keys import spectral_keys
 from tests.selector_cases import OPTIONS, PROMPT, SHAPE, TOKENS, kept, layer, rope, steps
 
 PAGES = [name for name, selector in SELECTORS.items() if isinstance(selector, PageSelector)]
-GROUP_PAGES = [name for name in PAGES if name not in ("quest", "unique")]
+GROUP_PAGES = [name for name in PAGES if name not in ("quest", "quest-all-layers", "unique")]
 EXTRA = {"shadowkv": (48 + 5) * 8 + 21, "kvzip-pair-uniform": 20 + 40 + 21}  # tokens on top of the budget
 
 

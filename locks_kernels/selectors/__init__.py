@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from locks_kernels.selectors.base import Declaration, Layer, Selector, Steps
-from locks_kernels.selectors.boxes import CuboidMean, Quest, QuestGroup
+from locks_kernels.selectors.boxes import CuboidMean, Quest, QuestAllLayers, QuestGroup
 from locks_kernels.selectors.exact import Oracle, TokenMax
 from locks_kernels.selectors.floors import RandomPages, SlidingWindow
 from locks_kernels.selectors.kvzip import KVzip
@@ -32,6 +32,7 @@ _MAKERS: list[Callable[[], Selector]] = [
     lambda: Locks(2, "peak"),
     *(lambda first=first, times=times: LocksTwoStage(first, times) for first in (1, 2, 4) for times in (2, 4, 8)),  # type: ignore[misc]
     Quest,
+    QuestAllLayers,
     QuestGroup,
     CuboidMean,
     Centroid,

@@ -81,6 +81,13 @@ class Quest(PageSelector):
         return cost.PAGE_BYTES["min-max"](shape)
 
 
+class QuestAllLayers(Quest):
+    """The same with no dense layer, as LOCKS runs."""
+
+    name = "quest-all-layers"
+    declaration = Declaration("adapted", granularity="query head")
+
+
 class CuboidMean(QuestGroup):
     """Centre plus and minus the mean absolute deviation of each channel."""
 

@@ -1,0 +1,74 @@
+"""`locks-bench fidelity`: what every selector keeps of real keys at equal budget, beside what it reads for that."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench import arguments, output
+from harness.errors import UserError
+
+LEAST_PAGES, PAGE = 3, 16
+
+
+def fidelity(
+    model: Annotated[str, typer.Option(help="smollm2-135m, or synthetic: made-up keys, no model.")] = "smollm2-135m",
+    model_path: Annotated[str | None, typer.Option(metavar="DIR", help="A Hugging Face model folder instead.")] = None,
+    ctx: Annotated[str, typer.Option(help="Tokens of a sample, prompt and answer, such as 4K.")] = "4K",
+    budget: Annotated[str, typer.Option(help="Tokens attended, or shares of the context: 512,1%.")] = "512",
+    samples: Annotated[int, typer.Option(min=1, help="Samples; the tasks take turns.")] = 4,
+    tasks: Annotated[str | None, typer.Option(help="ruler-like tasks, or all.  [default: those with carriers]")] = None,
+    selectors: Annotated[str, typer.Option(help="Names, default or all.")] = "default",
+    kvzip: Annotated[bool, typer.Option("--kvzip", help="Let the model repeat its context for KVzip (slow).")] = False,
+    theory: Annotated[bool, typer.Option("--theory/--no-theory", help="Check the theory's bounds on the first sample.")] = True,
+    haystack: Annotated[str | None, typer.Option(metavar="FILE", help="Text to hide needles in.  [default: Python's]")] = None,
+    traces: Annotated[str | None, typer.Option(metavar="DIR", help="Where traces are kept.  [default: user cache]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first sample.")] = 0,
+    store: Annotated[
+        str, typer.Option(metavar="DIR", help="Where records are kept; what it holds is not made again.")
+    ] = "results",
+    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - is stdout.")] = None,
+) -> None:
+    """Compare what page selectors keep: recall, attention mass, output error, carrier retention, bytes.  Runs on a CPU."""
+    tokens = arguments.size(ctx, "--ctx")
+    budgets = tuple(dict.fromkeys(_budget(part, tokens) for part in budget.split(",")))
+    output.check_target(json_to)
+
+    from harness import fidelity_run, prompts
+    from reports.fidelity import report, rows, theory_lines
+
+    plan = fidelity_run.Plan(
+        model=None if model_path else model,
+        path=Path(model_path) if model_path else None,
+        ctx=tokens,
+        samples=samples,
+        seed=seed,
+        tasks=tuple(prompts.tasks(arguments.names(tasks))) if tasks else fidelity_run.DEFAULT_TASKS,
+        selectors=fidelity_run.selectors(arguments.names(selectors)),
+        budgets=budgets,
+        haystack=Path(haystack) if haystack else None,
+        kvzip=kvzip,
+        traces=Path(traces) if traces else None,
+        command=shlex.join(["locks-bench", *sys.argv[1:]]),
+    )
+    records = fidelity_run.run(plan, fidelity_run.FidelityStore(Path(store), output.say), output.say)
+    table = rows(records)
+    promises = fidelity_run.promises(plan) if theory else None
+    output.show({"rows": table, "theory": promises}, report(table, theory_lines(promises)), json_to)
+
+
+def _budget(text: str, tokens: int) -> int:
+    """Tokens of a budget, whole pages of PAGE; a share of the context with a percent sign."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
+    wanted = round(tokens * float(match[1]) / 100) if match else arguments.size(text, "--budget")
+    if wanted < LEAST_PAGES * PAGE:
+        raise UserError(
+            f"--budget {text.strip()} is {wanted} tokens at a context of {tokens}; at least {LEAST_PAGES * PAGE} are needed "
+            "for sink, recent and one ranked page"
+        )
+    return wanted // PAGE * PAGE

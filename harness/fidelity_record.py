@@ -1,0 +1,73 @@
+"""What a selector kept of a trace, as plain data: one record per (trace, selector, budget).  Imports nothing heavy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from harness.record import Outcome
+
+SCHEMA = 1
+FILE = "fidelity.ndjson"  # beside records.jsonl, whose readers do not look at it
+DENOMINATORS = ("all", "oracle", "retrieval")
+
+
+@dataclass
+class FidelityRecord:
+    """One line of a store.  Means are over the steps, layers and query heads of one trace; absent is None, never 0.
+
+    trace        what it is (model, task, seed, context, haystack) and what it is like (tokens, agreement, spectral energy)
+    declaration  granularity, forced tokens, dense layers, whether the question was visible
+    budget       tokens asked for, sink and recent pages among them where the method counts them
+    mass         attention mass inside the table; `oracle_mass` that of the exact ranking at the same budget
+    error        ||o_T - o|| / ||o|| of the attention output
+    recall       share of the oracle's ranked tokens that the table holds
+    retention    by denominator: {"strict": [kept, cases], "loose": [kept, cases]}, see DENOMINATORS in reports.fidelity
+    attended     distinct tokens of a KV head and step;  bytes: per step of the whole model, by part, and "full" attention's
+    active       the table was smaller than the context in every sparse layer and step
+    """
+
+    key: str
+    time: str
+    command: str
+    trace: dict[str, Any]
+    selector: str
+    declaration: dict[str, Any]
+    budget: int
+    outcome: Outcome
+    reason: str | None = None
+    mass: float | None = None
+    oracle_mass: float | None = None
+    error: float | None = None
+    recall: float | None = None
+    retention: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    attended: float | None = None
+    bytes: dict[str, float] | None = None
+    active: bool | None = None
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> FidelityRecord:
+        """A record from parsed JSON; unknown keys are dropped, TypeError if a required one is absent."""
+        known = {f.name for f in fields(cls)}
+        record = cls(**{name: value for name, value in data.items() if name in known})
+        record.outcome = Outcome(record.outcome)
+        return record
+
+
+def source_hash() -> str:
+    """Hash of the code that decides what a record says: it changes, and records are made again."""
+    root = Path(__file__).resolve().parents[1]
+    files = [*sorted((root / "locks_kernels" / "selectors").glob("*.py")), root / "locks_kernels" / "selector_cost.py"]
+    files += [root / "locks_kernels" / "reference.py", root / "harness" / "fidelity.py"]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def record_key(trace: str, selector: str, budget: int, code: str) -> str:
+    return hashlib.sha256(json.dumps([trace, selector, budget, code, SCHEMA]).encode()).hexdigest()[:24]

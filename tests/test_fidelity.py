@@ -1,0 +1,216 @@
+"""Fidelity on synthetic traces: the controls that must hold, the theory's promises, records, resume and the table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench.cli import app
+from harness import fidelity_run, theory
+from harness.errors import UserError
+from harness.fidelity import Kept, energy, measure
+from harness.fidelity_record import FidelityRecord
+from harness.record import Outcome
+from harness.store import load, read
+from harness.traces import Trace, TraceCache
+from harness.traces_synthetic import generate, source_of
+from locks_kernels.selectors import SELECTORS
+from locks_kernels.selectors.locks import Locks
+from locks_kernels.shapes import SelectOptions
+from reports.fidelity import report, rows
+
+TOKENS = 2048
+BUDGET = SelectOptions(budget_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return generate(source_of(TOKENS, seed=3))
+
+
+def kept(trace: Trace, *names: str, options: SelectOptions = BUDGET) -> dict[str, Kept]:
+    found = measure(trace, [SELECTORS[name] for name in names], [options])
+    return {name: value for (name, _), value in found.items()}
+
+
+def share(value: Kept, denominator: str, how: str = "strict") -> float:
+    good, cases = value.retention()[denominator][how]
+    assert cases > 0
+    return good / cases
+
+
+def test_everything_in_the_table_keeps_every_carrier_and_changes_nothing(trace: Trace) -> None:
+    full = kept(trace, "oracle", "locks-r8", "random-pages", options=SelectOptions(budget_tokens=TOKENS))
+    for value in full.values():
+        assert share(value, "all") == share(value, "retrieval") == 1.0
+        assert value.mass / value.heads == pytest.approx(1.0, abs=1e-5)
+        assert value.error / value.heads < 1e-5 and not value.active
+
+
+def test_window_loses_every_carrier_and_random_pages_keep_their_share(trace: Trace) -> None:
+    found = kept(trace, "sliding-window", "random-pages")
+    assert share(found["sliding-window"], "all", "loose") == 0.0
+    many = [kept(generate(source_of(TOKENS, seed)), "random-pages")["random-pages"] for seed in range(12)]
+    hits = sum(value.retention()["all"]["loose"][0] for value in many)
+    cases = sum(value.retention()["all"]["loose"][1] for value in many)
+    assert hits / cases == pytest.approx(1.5 * 14 / 126, abs=0.07)  # a carrier of 7 tokens lies in 1.4 pages on average
+
+
+def test_oracle_keeps_all_that_it_keeps_and_is_the_best(trace: Trace) -> None:
+    found = kept(trace, "oracle", "locks-r8", "locks-r2", "quest-group", "shared-svd-r8", "random-pages")
+    assert share(found["oracle"], "oracle") == 1.0 and found["oracle"].recall == found["oracle"].units
+    order = [found[name].mass for name in ("oracle", "locks-r8", "locks-r2", "quest-group", "shared-svd-r8", "random-pages")]
+    assert order == sorted(order, reverse=True)
+    assert all(value.active for value in found.values())
+
+
+def test_summaries_of_other_pages_are_as_good_as_none(trace: Trace) -> None:
+    class Shuffled(Locks):
+        def summary(self, pages: torch.Tensor, layer: object) -> torch.Tensor:  # type: ignore[override]
+            order = torch.randperm(pages.shape[1], generator=torch.Generator().manual_seed(0))
+            return super().summary(pages, layer)[:, order]  # type: ignore[arg-type]
+
+    shuffled = Shuffled(8)
+    shuffled.name = "shuffled"
+    found = measure(trace, [shuffled], [BUDGET])["shuffled", 256]
+    exact = kept(trace, "locks-r8", "random-pages")
+    assert found.recall / found.units < 0.25 < 0.9 < exact["locks-r8"].recall / exact["locks-r8"].units
+
+
+def test_published_quest_is_dense_in_two_layers_and_pays_for_it(trace: Trace) -> None:
+    found = kept(trace, "quest", "quest-all-layers", "quest-group")
+    assert found["quest"].attend_bytes > found["quest-all-layers"].attend_bytes > found["quest-group"].attend_bytes
+    assert found["quest"].score_bytes == pytest.approx(found["quest-group"].score_bytes / 3, rel=0.02)
+
+
+def test_forced_carriers_are_no_cases(trace: Trace) -> None:
+    at_the_start = replace(trace, carriers=[[2, 3]])
+    assert kept(at_the_start, "oracle")["oracle"].retention()["all"]["strict"] == [0, 0]
+
+
+def test_energy_grows_with_rank_and_is_what_the_recipe_says(trace: Trace) -> None:
+    found = energy(trace)
+    values = [found[rank] for rank in ("1", "2", "4", "8")]
+    assert values == sorted(values) and values[-1] < 1
+    assert values[0] == pytest.approx(0.28, abs=0.03)
+
+
+def test_the_promises_of_the_theory_hold_on_a_trace(trace: Trace) -> None:
+    for rank in (2, 8):
+        found = theory.check_bounds(trace, rank, BUDGET)
+        assert found.broken == {"tail": 0, "retention": 0, "error": 0} and found.cases == 8 * 3 * 4
+        means = found.record()
+        assert means["promised"] < means["retained"] <= 1.001  # type: ignore[operator]
+        assert means["error"] < means["error_bound"]  # type: ignore[operator]
+    pair = theory.blind_pair(trace.layer(0), trace.steps(0).queries[0, 0, 0], 8)
+    assert abs(pair["shared"]) < 1e-4 and pair["exact"] > 20 and pair["page"] > 20
+
+
+def test_a_broken_promise_is_seen(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theory, "spectral_keys", lambda pages, rank: pages.flip(1))
+    monkeypatch.setattr(theory, "SLACK", -0.5)
+    assert theory.check_bounds(trace, 8, BUDGET).broken["retention"] > 0
+
+
+def test_trace_cache_gives_back_what_it_was_given_and_mends_itself(tmp_path: Path, trace: Trace) -> None:
+    cache, made = TraceCache(tmp_path), []
+
+    def make() -> Trace:
+        made.append(1)
+        return trace
+
+    for _ in range(2):
+        found = cache.get(trace.source, make)
+    assert made == [1] and torch.equal(found.keys, trace.keys) and found.carriers == trace.carriers
+    next(tmp_path.glob("*.pt")).write_bytes(b"torn")
+    cache.get(trace.source, make)
+    assert made == [1, 1] and torch.equal(cache.get(trace.source, make).queries, trace.queries)
+    with pytest.raises(UserError, match="--traces"):
+        TraceCache(next(tmp_path.glob("*.pt")) / "below")
+
+
+def invoke(tmp_path: Path, *arguments: str) -> tuple[dict, str]:
+    target = tmp_path / "rows.json"
+    common = ["fidelity", "--model", "synthetic", "--ctx", "2K", "--samples", "2", "--store", str(tmp_path / "store")]
+    result = CliRunner().invoke(app, [*common, "--json", str(target), *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(target.read_text()), result.output
+
+
+def test_command_measures_once_and_shows_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = "oracle,locks-r8,quest-group,shadowkv"
+    data, shown = invoke(tmp_path, "--selectors", chosen, "--budget", "256")
+    assert [row["selector"] for row in data["rows"]] == chosen.split(",")
+    first = data["rows"][1]
+    assert first["samples"] == 2 and first["bytes_per_step"] > 0 and 0.9 < first["mass_of_oracle"]["value"] <= 1
+    assert data["rows"][3]["outcome"] == "SKIPPED" and "rotation" in data["rows"][3]["reason"]
+    assert data["theory"]["bounds"][0]["broken"] == {"tail": 0, "retention": 0, "error": 0}
+    for text in ("locks-r8", "Synthetic keys", "bootstrap over samples", "blind pair", "SKIPPED"):
+        assert text in shown
+    monkeypatch.setattr(fidelity_run, "measure", lambda *arguments: pytest.fail("measured again"))
+    again, _ = invoke(tmp_path, "--selectors", chosen, "--budget", "256", "--no-theory")
+    assert again["rows"] == data["rows"] and again["theory"] is None
+    stored = read(tmp_path / "store" / "fidelity.ndjson", kind=FidelityRecord)
+    assert len(stored) == 8 and {record.outcome for record in stored} == {Outcome.OK, Outcome.SKIPPED}
+    (tmp_path / "store" / "records.jsonl").touch()
+    assert load([tmp_path / "store"]) == [], "readers of measurements leave fidelity alone"
+
+
+def test_budgets_as_shares_and_what_cannot_be(tmp_path: Path) -> None:
+    data, _ = invoke(tmp_path, "--selectors", "oracle", "--budget", "6.25%,64", "--no-theory")
+    assert [row["budget"] for row in data["rows"]] == [64, 128]
+    for arguments, message in (
+        (["--budget", "1%"], "at least 48"),
+        (["--selectors", "quets"], "did you mean 'quest'"),
+        (["--model", "llama"], "unknown model 'llama'"),
+        (["--tasks", "niah"], "unknown task"),
+        (["--model-path", str(tmp_path)], "no config.json"),
+    ):
+        common = ["fidelity", "--ctx", "2K", "--store", str(tmp_path)]
+        with pytest.raises(UserError, match=message):
+            CliRunner().invoke(app, common + arguments, catch_exceptions=False)
+
+
+def test_rows_are_ratios_over_samples_and_absent_is_none() -> None:
+    def record(sample: int, counts: list[int]) -> FidelityRecord:
+        facts = {"model": "m", "ctx": 4096, "agrees": None, "energy": {"8": 0.9}, "seed": sample}
+        retention = {name: {"strict": counts, "loose": counts} for name in ("all", "oracle", "retrieval")}
+        declared = {
+            "label": "LOCKS",
+            "granularity": "KV head",
+            "forced_in_budget": True,
+            "dense_layers": [],
+            "question_visible": None,
+        }
+        parts = {"score": 1.0, "attend": 1.0, "full": 20.0}
+        return FidelityRecord(
+            str(sample),
+            "t",
+            "c",
+            facts,
+            "locks-r8",
+            declared,
+            256,
+            Outcome.OK,
+            None,
+            0.5,
+            1.0,
+            0.1,
+            0.9,
+            retention,
+            99.0,
+            parts,
+            True,
+        )
+
+    row = rows([record(0, [1, 1]), record(1, [0, 3])])[0]
+    assert row["retention_all_strict"]["value"] == 0.25 and row["retention_all_strict"]["cases"] == 4
+    assert row["mass_of_oracle"]["value"] == 0.5 and row["fewer_bytes"] == 10.0
+    none = rows([record(0, [0, 0])])[0]
+    assert none["retention_all_strict"] == {"value": None, "interval": None, "cases": 0}
+    assert report([none]) is not None
