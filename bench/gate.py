@@ -12,8 +12,10 @@ import typer
 from bench import output
 from bench.compare import Json, Markdown, Thresholds, show_verdicts
 from harness.errors import UserError
+from harness.record import Record
 from harness.store import load
 from harness.thresholds import load_thresholds
+from harness.verdict import Cell
 
 
 def gate(
@@ -34,18 +36,22 @@ def gate(
     limits = load_thresholds(Path(thresholds)) if thresholds else []
     before, after = load([history], output.say), load([new], output.say)
 
-    from bench.progress import Progress
     from harness.compare import Rules
     from harness.gate import GateRules
     from harness.gate import gate as judged
-    from harness.rerun import in_fresh_processes
-    from harness.run import RunOptions
 
-    options = RunOptions(command=shlex.join(["locks-bench", *sys.argv[1:]]))
     kept = Path(reruns) if reruns else Path(f"{new.rstrip('/')}-reruns")
-    with Progress(total=0) as progress:
-        rerun = in_fresh_processes(after, kept, options, progress.on_event)
-        result = judged(before, after, rerun, GateRules(Rules(thresholds=limits), vouch))
+
+    def rerun(suspects: list[Cell], number: int) -> list[Record]:
+        from bench.progress import Progress  # torch: only where something must be measured
+        from harness.rerun import in_fresh_processes
+        from harness.run import RunOptions
+
+        options = RunOptions(command=shlex.join(["locks-bench", *sys.argv[1:]]))
+        with Progress(total=len(suspects)) as progress:
+            return in_fresh_processes(after, kept, options, progress.on_event)(suspects, number)
+
+    result = judged(before, after, rerun, GateRules(Rules(thresholds=limits), vouch))
     show_verdicts(result.comparison, result.exit_code, json_to, markdown)
     if result.suspects:
         output.say(f"measured again in fresh processes: {', '.join(result.suspects)}; records are in {kept}")

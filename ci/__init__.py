@@ -1,0 +1,1 @@
+"""The nightly job: thresholds, baselines by machine, and what runs them."""
