@@ -103,7 +103,11 @@ def _roof(good: list[Entry]) -> list[str]:
         return [f"The read roof of the memory was {NOT_MEASURED}, so bandwidths have no bound to be checked against."]
     share, fastest = max(shares, key=lambda pair: pair[0])
     above = sum(part > 1 for part, _ in shares)
-    verdict = "none is above it" if not above else f"{count(above, 'row')} above it, within the tolerance of the check"
+    verdict = (
+        "none is above it"
+        if not above
+        else f"{count(above, 'row')} above it, so the roof or those times are wrong by that much"
+    )
     return [
         f"Memory reads reach {fastest.row['read_roof_tbps']:.2f} TB/s at best on this machine, measured in the same run; the "
         f"nearest row ({fastest.row['backend']}, {short_size(fastest.row['ctx'])}) is at {percent(share)}, and {verdict}."

@@ -94,21 +94,30 @@ def _index(entry: Entry | None, value: Callable[[dict[str, Any]], Any]) -> int:
 
 def _floors(panel: Panel, batch: int) -> list[dict[str, Any]]:
     """Least time of the bytes at the measured roof; backends that move the same bytes share a line."""
-    shared: dict[tuple[int, ...], list[str]] = {}
+    groups: list[tuple[list[str], list[Entry | None]]] = []
     for backend in panel.backends:
-        rows = tuple(_index(panel.at(ctx, batch, backend), lambda row: row["floor_us"]) for ctx in panel.contexts)
-        if any(index != NONE for index in rows):
-            twin = next((known for known in shared if _same_bytes(panel, batch, shared[known][0], backend)), rows)
-            shared.setdefault(twin, []).append(backend)
-    return [{"name": f"byte floor: {listing(names)}", "rows": list(rows)} for rows, names in shared.items()]
+        line = [panel.at(ctx, batch, backend) for ctx in panel.contexts]
+        line = [entry if entry and entry.drawn and entry.row["floor_us"] is not None else None for entry in line]
+        for names, shared in groups:
+            if _move_the_same(shared, line):
+                names.append(backend)
+                shared[:] = [known or entry for known, entry in zip(shared, line, strict=True)]
+                break
+        else:
+            groups.append(([backend], line))
+    return [
+        {"name": f"byte floor: {listing(names)}", "rows": [entry.index if entry else NONE for entry in line]}
+        for names, line in groups
+        if any(line)
+    ]
 
 
-def _same_bytes(panel: Panel, batch: int, one: str, other: str) -> bool:
-    def parts(backend: str) -> list[Any]:
-        found = [panel.at(ctx, batch, backend) for ctx in panel.contexts]
-        return [entry.row["bytes"] if entry and entry.drawn else None for entry in found]
-
-    return parts(one) == parts(other)
+def _move_the_same(one: list[Entry | None], other: list[Entry | None]) -> bool:
+    """Whether two lines agree wherever both have a row, and have such a place."""
+    pairs = [(left.row, right.row) for left, right in zip(one, other, strict=True) if left and right]
+    return bool(pairs) and all(
+        (left["bytes"], left["floor_us"]) == (right["bytes"], right["floor_us"]) for left, right in pairs
+    )
 
 
 def _speedup(panel: Panel) -> list[Slice]:

@@ -11,6 +11,7 @@ from reports.text import bracket, duration, listing, near_size, short_size, time
 
 LEVEL_WORDS = {"attention": "attention of one layer", "token": "one decode step of the whole model", "engine": "serving"}
 MOST_BATCHES = 6
+MOST_CELLS = 3
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,16 @@ def _headline(panel: Panel, lead: str | None, crossings: list[Crossover]) -> str
     peak = f"{what} is {speed} as fast with {lead} as with the fastest dense kernel at {_cell(best)}"
     if best.row["speedup_vs_best_dense"] < 1:
         return f"Sparse decoding does not pay in the measured range: at its best, {peak}."
-    starts = [found for found in crossings if found.kind != "never"]
-    if not starts:
+    first = _first(crossings)
+    if first is None:
         return f"Sparse decoding pays in some cells only: {peak}."
-    first = min(starts, key=lambda found: (found.at or found.above, found.batch))
     return f"Sparse decoding pays {_from(first)} at batch {first.batch}: {peak}."
+
+
+def _first(crossings: list[Crossover]) -> Crossover | None:
+    """The batch that begins to win at the shortest context."""
+    starts = [found for found in crossings if found.kind != "never"]
+    return min(starts, key=lambda found: (found.at or found.above, found.batch), default=None)
 
 
 def _no_claim(panel: Panel) -> str:
@@ -88,7 +94,7 @@ def _tiles(panel: Panel, lead: str | None, crossings: list[Crossover]) -> list[T
                 f"{bracket(speedup_interval(panel, best))} {lead} against {best.row['best_dense']}, {_cell(best)}",
             )
         )
-        if found := next((found for found in crossings if found.kind != "never"), None):
+        if found := _first(crossings):
             place = near_size(found.at) if found.at else f"{'≤ ' if found.kind == 'always' else '> '}{short_size(found.below)}"
             tiles.append(Tile("pays from a context of", place, f"{_bounds(found)} tokens, batch {found.batch}".strip()))
         tiles.append(
@@ -124,7 +130,7 @@ def _pays(panel: Panel, ranked: list[str], crossings: list[Crossover]) -> list[s
 def _crossing_sentence(panel: Panel, found: Crossover) -> str:
     where = f"Batch {found.batch}: {found.backend}"
     if found.kind == "always":
-        only = "the only measured context" if len(panel.contexts) == 1 else "the smallest measured context on"
+        only = "the only measured context" if len(panel.contexts) == 1 else "the smallest context with a number on"
         return f"{where} beats the fastest dense backend from {only}, {short_size(found.below)}."
     if found.kind == "never":
         return (
@@ -145,8 +151,8 @@ def _gain(panel: Panel, ranked: list[str]) -> list[str]:
     lead, sentences = ranked[0], []
     cells = claimed(panel, lead)
     longest = max(entry.row["ctx"] for entry in cells)
-    told = [entry for entry in cells if entry.row["ctx"] == longest][:MOST_BATCHES]
-    told += [entry for entry in cells if entry.row["speedup_vs_best_dense"] < 1 and entry not in told][:MOST_BATCHES]
+    told = _spread([entry for entry in cells if entry.row["ctx"] == longest])
+    told += [entry for entry in cells if entry.row["speedup_vs_best_dense"] < 1 and entry not in told][:MOST_CELLS]
     for entry in told:
         rival, interval = panel.rival(entry), speedup_interval(panel, entry)
         assert rival is not None and interval is not None  # claimed entries have both
@@ -155,10 +161,17 @@ def _gain(panel: Panel, ranked: list[str]) -> list[str]:
             f"{rival.row['backend']} {duration(rival.row['latency_us'], rival.row['latency_ci95_us'])}: "
             f"{times(entry.row['speedup_vs_best_dense'], interval)} ({verdict(interval)})."
         )
+    if len(cells) > len(told):
+        sentences.append(f"The heat map has all {len(cells)} cells.")
     if others := ranked[1:]:
         parts = [f"{name} at most {_best(panel, name).row['speedup_vs_best_dense']:.2f}x" for name in others]
         sentences.append(f"Other sparse backends: {listing(parts)}.")
     return sentences
+
+
+def _spread(cells: list[Entry]) -> list[Entry]:
+    """At most MOST_CELLS of them: the first, the last and one between."""
+    return cells if len(cells) <= MOST_CELLS else [cells[0], cells[len(cells) // 2], cells[-1]]
 
 
 def _best(panel: Panel, backend: str) -> Entry:
@@ -173,7 +186,7 @@ def _from(found: Crossover) -> str:
     if found.kind == "at":
         return f"from {near_size(found.at or 0)} {_bounds(found)} tokens of context on"
     if found.kind == "always":
-        return f"from the smallest measured context, {short_size(found.below)},"
+        return f"from the smallest context with a number, {short_size(found.below)},"
     return f"from somewhere between {short_size(found.below)} and {short_size(found.above)} tokens of context on"
 
 

@@ -32,7 +32,8 @@ Report.kinds.stack = (slice, name, theme) => {
       barmode: "stack", height: 190 + 42 * backends.length, xaxis: { title: "MB per step", rangemode: "tozero" },
       yaxis: { automargin: true, autorange: "reversed", type: "category" },
       annotations: slice.rows.map((row, place) => ({
-        x: total(row), y: backends[place], text: `${Report.number(total(row))} MB`, showarrow: false, xanchor: "left", xshift: 8 })),
+        x: Math.max(total(row), (measured[place] ?? 0) / 1e6), y: backends[place], text: `${Report.number(total(row))} MB`, showarrow: false,
+        xanchor: "left", xshift: 12 })),
     },
   };
 };

@@ -43,7 +43,7 @@ Report.kinds.lines = (slice, name, theme) => {
   }));
   (slice.floors ?? []).forEach((floor, index) => traces.push({
     name: floor.name, mode: "lines", x: slice.at, y: floor.rows.map((row) => Report.value(row, "floor_us")), connectgaps: false,
-    line: { color: theme.floor, width: 1.5, dash: index % 2 ? "dashdot" : "dot" }, customdata: slice.at.map(words), hovertemplate: hover,
+    showlegend: theme.width > 500, line: { color: theme.floor, width: 1.5, dash: index % 2 ? "dashdot" : "dot" }, customdata: slice.at.map(words), hovertemplate: hover,
   }));
   const yaxis = { title: unit.title, type: unit.log ? "log" : "linear", ...(unit.log ? Report.logTicks(traces.flatMap((trace) => trace.y)) : {}) };
   if (unit.percent) Object.assign(yaxis, { tickformat: ".0%", rangemode: "tozero" });
@@ -94,7 +94,7 @@ Report.kinds.heat = (slice, name, theme) => {
     }
   }));
   const traces = [{
-    type: "heatmap", z: logs, text, customdata: intervals, texttemplate: "%{text}", hoverongaps: false, xgap: 2, ygap: 2,
+    type: "heatmap", z: logs, text: values.map((line, index) => line.map((value, place) => (value === null ? "" : text[index][place]))), customdata: intervals, texttemplate: "%{text}", hoverongaps: false, xgap: 2, ygap: 2,
     x: slice.at.map((_, place) => place), y: slice.batches.map((_, place) => place), zmin: -reach, zmax: reach,
     colorscale: [[0, "#b34700"], [0.35, "#f0a868"], [0.5, "#f2f1ec"], [0.65, "#86b6ef"], [1, "#184f95"]],
     colorbar: { title: { text: "x dense" }, thickness: 12, tickvals: ticks, ticktext: ticks.map((tick) => `${2 ** tick}x`) },
@@ -104,7 +104,7 @@ Report.kinds.heat = (slice, name, theme) => {
     const at = slice.crossings.map((one) => placeOf(slice.at, one.at));
     const side = (one, bound, index) => (one[bound] === null ? 0 : Math.abs(placeOf(slice.at, one[bound]) - at[index]));
     traces.push({
-      name: "crossover", mode: "lines+markers", x: at, y: slice.crossings.map((one) => slice.batches.indexOf(one.batch)),
+      name: "crossover", mode: "lines+markers", x: at, y: slice.crossings.map((one) => slice.batches.indexOf(one.batch) - 0.34), // under the number of the cell
       line: { color: "#111111", width: 2, dash: "dot" }, marker: { symbol: "diamond", size: 11, color: "#111111", line: { color: "#ffffff", width: 2 } },
       error_x: {
         type: "data", symmetric: false, color: "#111111", array: slice.crossings.map((one, index) => side(one, "high", index)),
