@@ -59,6 +59,7 @@ def findings(store: Path) -> list[Finding]:
         ("triton", _triton),
         ("cuda compiler", _compiler),
         ("counters", _counters),
+        ("meters", _meters),
         ("disk", lambda: _disk(store)),
     ]
     found = [_guarded(what, check) for what, check in checks]
@@ -157,6 +158,20 @@ def _counters() -> Finding:
     return Finding(
         "counters", not restricted, "for root only" if restricted else "open to this user", fix if restricted else ""
     )
+
+
+def _meters() -> Finding:
+    from harness.meters.session import GpuMeters, open_meters
+
+    if environment.gpu() is None:
+        return Finding("meters", False, "no GPU to read", "latency needs them not")
+    meters = open_meters("cuda")
+    if not isinstance(meters, GpuMeters):
+        return Finding("meters", False, meters.reason or "", "energy and clocks stay unknown; latency needs them not")
+    gpu = meters.gpu
+    idle = "unknown" if meters.idle_w is None else f"{meters.idle_w:.0f} W"
+    lacks = f"; lacks {', '.join(sorted(gpu.missing))}" if gpu.missing else ""
+    return Finding("meters", not gpu.missing, f"power {gpu.power_kind or 'unknown'}, idle {idle}{lacks}")
 
 
 def _disk(store: Path) -> Finding:

@@ -18,6 +18,7 @@ NVTX = ("Id:Domain:Push/Pop_Range:PL_Type:PL_Value:CLR_Type:Color:Msg_Type:Msg",
 PERMISSION = """==PROF== Connected to process 77 (/usr/bin/python3.12)
 ==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters on the target device 0.
 """
+SANDBOX = "==PROF== Connected to process 77\n==ERROR== Failed to initialize the profiler: LibraryNotLoaded\n"
 NONE_PROFILED = (
     "==PROF== Connected to process 77\n==PROF== Disconnected from process 77\n==WARNING== No kernels were profiled.\n"
 )

@@ -57,6 +57,18 @@ def test_list_names_backends_and_presets() -> None:
 def test_doctor_says_what_this_machine_is_worth() -> None:
     command = [sys.executable, "-m", "bench.cli", "doctor"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
-    for what in ("python", "cpu", "torch", "gpu", "driver", "triton", "cuda compiler", "counters", "disk", "backend locks"):
+    for what in (
+        "python",
+        "cpu",
+        "torch",
+        "gpu",
+        "driver",
+        "triton",
+        "cuda compiler",
+        "counters",
+        "meters",
+        "disk",
+        "backend locks",
+    ):
         assert what in result.stdout
     assert result.stdout.splitlines()[-1].startswith(("No GPU: rows run on the CPU", "Rows of this machine are performance"))

@@ -40,7 +40,7 @@ class Absent:
     """No meters, and why; None on a CPU, where nobody asks."""
 
     def __init__(self, reason: str | None = None) -> None:
-        self._reason = reason
+        self.reason = reason
 
     def case(self) -> Absent:
         return self
@@ -55,7 +55,7 @@ class Absent:
         pass
 
     def fill(self, record: Record, contestant: Contestant) -> None:
-        record.meters = {"source": None, "reason": self._reason} if self._reason else None
+        record.meters = {"source": None, "reason": self.reason} if self.reason else None
 
 
 ABSENT = Absent()
@@ -132,7 +132,7 @@ class GpuCaseMeters:
             record.energy_j_per_token = energy.joules / steps * layers / record.case["batch"]
 
 
-def open_meters(device: str, library: Any = None, identity: Identity | None = None) -> Meters:
+def open_meters(device: str, library: Any = None, identity: Identity | None = None) -> Absent | GpuMeters:
     """The meters of the current device, or Absent with the reason.  library: what to use as pynvml; identity: which device."""
     if device != "cuda":
         return ABSENT

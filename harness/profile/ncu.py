@@ -18,6 +18,7 @@ STAGE_PREFIX = "locks-bench/"  # of the NVTX ranges around the stages
 STAGE = re.compile(re.escape(STAGE_PREFIX) + r"([\w.-]+)")
 SAYS = (  # what the tool prints -> what it means; its exit code may be 0 all the same
     ("ERR_NVGPUCTRPERM", Status.NO_PERMISSION),
+    ("Failed to initialize the profiler", Status.NO_PERMISSION),  # a sandbox between the tool and the driver
     ("driver resource was unavailable", Status.COUNTERS_HELD),
     ("No kernels were profiled", Status.NO_KERNELS),
 )
