@@ -34,11 +34,12 @@ def report(
         raise UserError(f"--plotly {plotly!r} is not known; use one of {', '.join(PLOTLY)}")
     records = load(stores, output.say)
 
-    from reports import draw, page, site
+    from reports import draw, fidelity_view, page, site
 
     try:
         if to.endswith((".html", ".htm")):
-            text = page.render(records, page.Options(plotly=plotly, title=title))  # type: ignore[arg-type]
+            options = page.Options(plotly=plotly, title=title)  # type: ignore[arg-type]
+            text = page.render(records, options, fidelity_view.load(stores, output.say))
             target = Path(to)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")

@@ -23,8 +23,8 @@ def outcome_counts(entries: Iterable[Entry]) -> str:
     return ", ".join(f"{found[name]:,} {name}" for name in sorted(found, key=lambda name: (name != "OK", -found[name], name)))
 
 
-def fidelity(panel: Panel) -> list[str]:
-    """What the records say about output quality: only that kernels do what their method says."""
+def fidelity() -> list[str]:
+    """What records of latency say about output quality: only that kernels do what their method says."""
     return [
         "Fidelity of the method (page recall, attention mass kept, answers found) is "
         f"{NOT_MEASURED}: run “locks-bench fidelity”. The gate of each row shows that a kernel computes what its method says, "

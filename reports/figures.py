@@ -48,6 +48,16 @@ def figures(panel: Panel) -> dict[str, Figure]:
     return made
 
 
+def shared_figures(kept: dict[str, Any]) -> dict[str, Figure]:
+    """Figures that do not depend on the panel, of fidelity_view.view()."""
+    absent = "Fidelity was not measured in these records; run “locks-bench fidelity” into the same store."
+    untimed = "No selector here has both a fidelity and a measured time for the same model, context and budget."
+    return {
+        "fidelity": _figure("fidelity", kept["slices"], absent),
+        "fidelity-time": _figure("fidelity", kept["timed"], untimed),
+    }
+
+
 def _figure(kind: str, slices: list[Slice], empty: str) -> Figure:
     return {"kind": kind, "slices": slices, "empty": None if slices else empty}
 

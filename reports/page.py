@@ -15,8 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.errors import UserError
+from harness.fidelity_record import FidelityRecord
 from harness.record import Record
 from reports.evidence import outcome_counts
+from reports.fidelity_view import sentences
 from reports.history import comparison, told
 from reports.panels import Entry, all_entries, panels
 from reports.payload import embedded, packed_records, page_data, samples_kept
@@ -25,7 +27,7 @@ from reports.text import count, listing, short_size
 
 Plotly = Literal["inline", "cdn", "directory"]
 PLOTLY_FILE = "plotly.min.js"
-SCRIPTS = ("data.js", "address.js", "figures.js", "kinds.js", "cells.js", "table.js", "main.js")
+SCRIPTS = ("data.js", "address.js", "figures.js", "kinds.js", "cells.js", "fidelity.js", "table.js", "main.js")
 SAMPLES_KEPT = {
     "all": " No sample is left out.",
     "medians": " These records hold too many samples for one page, which keeps the median of each round.",
@@ -48,23 +50,24 @@ class Options:
     raw: str | None = None
 
 
-def render(records: Sequence[Record], options: Options = Options()) -> str:
-    """The page as text.  UserError if there are no records."""
+def render(records: Sequence[Record], options: Options = Options(), fidelity: Sequence[FidelityRecord] = ()) -> str:
+    """The page as text; `fidelity` are records of selectors, if there are any.  UserError if there are no records."""
     if not records:
         raise UserError("no records, so there is nothing to report; `locks-bench latency` makes some")
     found = panels(records)
     entries = list(all_entries(found))
     current = [entry for entry in entries if entry.current]
-    data, is_packed = embedded(page_data(found))
+    data, is_packed = embedded(page_data(found, fidelity))
     return (
         environment()
         .get_template("report.html.j2")
         .render(
             options=options,
-            panels=[(panel, summary(panel), comparison(panel)) for panel in found],
+            panels=[(panel, summary(panel, sentences(fidelity)), comparison(panel)) for panel in found],
             overview=_overview(entries, current),
             failures=_failures(current),
             more_failures=max(0, len(_reasons(current)) - MOST_REASONS),
+            fidelity=sentences(fidelity),
             environments=_environments(entries),
             data=data,
             packed=is_packed,

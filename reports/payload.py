@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from markupsafe import Markup
 
-from reports.figures import figures
+from harness.fidelity_record import FidelityRecord
+from reports.fidelity_view import view
+from reports.figures import figures, shared_figures
 from reports.panels import Entry, Panel, all_entries
 from reports.payoff import speedup_interval
 from reports.style import styles
@@ -50,15 +52,18 @@ COPIED = (
 )
 
 
-def page_data(found: Sequence[Panel]) -> dict[str, Any]:
+def page_data(found: Sequence[Panel], fidelity: Sequence[FidelityRecord] = ()) -> dict[str, Any]:
     """Everything but the raw records."""
+    kept = view(fidelity, found)
     entries = list(all_entries(found))
     owners = {entry.index: panel for panel in found for entry in panel.entries}
     table = [_table_row(entry, owners.get(entry.index)) for entry in entries]
     return {
         "columns": {name: _column([row[name] for row in table]) for name in (table[0] if table else ())},
         "count": len(table),
-        "styles": styles(entry.row["backend"] for entry in entries),
+        "styles": styles([*(entry.row["backend"] for entry in entries), *(row["selector"] for row in kept["rows"])]),
+        "fidelity": kept["rows"],
+        "shared": shared_figures(kept),
         "panels": [
             {"slug": panel.slug, "label": panel.label, "level": panel.level, "figures": figures(panel)} for panel in found
         ],

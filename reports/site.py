@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.errors import UserError
+from harness.fidelity_record import FidelityRecord
 from harness.record import Record
 from harness.store import files_of, load
-from reports import page
+from reports import fidelity_view, page
 from reports.evidence import outcome_counts
 from reports.panels import all_entries, panels
 from reports.summary import summary
@@ -46,12 +47,12 @@ def write(stores: Iterable[Path | str], folder: Path, title: str, on_note: Calla
             continue
         everything.append(file)
         target = folder / "runs" / slug
-        _page(records, target, f"{title}: {slug}", "../..", RAW_FILE)
+        _page(records, fidelity_view.load([file], on_note), target, f"{title}: {slug}", "../..", RAW_FILE)
         shutil.copyfile(file, target / RAW_FILE)
         runs.append(_run(slug, records))
     if not runs:
         raise UserError("no records in these stores, so there is nothing to report; `locks-bench latency` makes some")
-    _page(load(everything, on_note), folder / "all", f"{title}: all runs", "..", None)
+    _page(load(everything, on_note), fidelity_view.load(everything, on_note), folder / "all", f"{title}: all runs", "..", None)
     options = page.Options(plotly="directory", title=title)
     template = page.environment().get_template("index.html.j2")
     index = folder / "index.html"
@@ -60,10 +61,10 @@ def write(stores: Iterable[Path | str], folder: Path, title: str, on_note: Calla
     return index
 
 
-def _page(records: list[Record], target: Path, title: str, root: str, raw: str | None) -> None:
+def _page(records: list[Record], fidelity: list[FidelityRecord], target: Path, title: str, root: str, raw: str | None) -> None:
     options = page.Options(plotly="directory", title=title, assets=root, home=f"{root}/index.html", raw=raw)
     target.mkdir(parents=True, exist_ok=True)
-    (target / "index.html").write_text(page.render(records, options), encoding="utf-8")
+    (target / "index.html").write_text(page.render(records, options, fidelity), encoding="utf-8")
 
 
 def _run(slug: str, records: list[Record]) -> Run:

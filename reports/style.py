@@ -20,13 +20,15 @@ COLORS = ("#2a78d6", "#d55e00", "#009271", "#c065a0", "#8a7a1f", "#7a7f87", "#7a
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot")
 KNOWN = ("locks", "fa3", "flashinfer", "locks-triton", "fa3-paged", "sdpa", "locks-cuda")
+SAME_AS = {"locks-r8": "locks"}  # a selector that a backend runs under another name
 
 
 def styles(backends: Iterable[str]) -> dict[str, dict[str, str]]:
     """Style of each backend by name.  The known ones always have theirs; others get what is left, in order of name."""
     used = set(backends)
-    others = sorted(used - set(KNOWN))
+    others = sorted(used - set(KNOWN) - set(SAME_AS))
     slots = {name: slot for slot, name in enumerate((*KNOWN, *others))}
+    slots |= {name: slots[other] for name, other in SAME_AS.items()}
     return {name: asdict(_style(slots[name])) for name in sorted(used)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reports import evidence
@@ -36,15 +37,15 @@ class Summary:
     answers: list[Answer]
 
 
-def summary(panel: Panel) -> Summary:
-    """The answers of one panel.  Says so where its rows carry none."""
+def summary(panel: Panel, fidelity: Sequence[str] = ()) -> Summary:
+    """The answers of one panel.  Says so where its rows carry none.  `fidelity`: what selectors keep, in sentences."""
     ranked = sparse_backends(panel)
     lead = ranked[0] if ranked else None
     crossings = [found for batch in panel.batches if lead and (found := crossover(panel, lead, batch))]
     answers = [
         Answer("Does sparse decoding pay?", _pays(panel, ranked, crossings)),
         Answer("By how much?", _gain(panel, ranked)),
-        Answer("What does it cost in fidelity?", evidence.fidelity(panel)),
+        Answer("What does it cost in fidelity?", list(fidelity[:MOST_CELLS]) or evidence.fidelity()),
         Answer("Can I believe it?", evidence.trust(panel)),
         Answer("Where does the remaining time go?", evidence.remaining_time(panel, lead)),
         Answer("What changed since the run before?", evidence.changes(panel)),

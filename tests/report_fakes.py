@@ -8,6 +8,7 @@ from typing import Any
 
 from fake_records import case, failed, measured
 
+from harness.fidelity_record import DENOMINATORS, FidelityRecord
 from harness.record import Outcome, Record
 from locks_kernels.cost import dense_bytes, locks_bytes
 
@@ -109,6 +110,39 @@ def old_schema() -> dict[str, Any]:
         "schema": 0,
         "gone_since": True,
     }
+
+
+def fidelity() -> list[FidelityRecord]:
+    """Two samples of two selectors at two budgets; one selector could not run on a third."""
+    records = []
+    for selector, mass, read in (("locks-r8", 0.8, 1.0), ("quest", 0.88, 3.0)):
+        for budget in (512, 2048):
+            for sample in (0, 1):
+                less = 0.1 if budget == 512 else 0.0
+                records.append(
+                    FidelityRecord(
+                        key=f"{selector}-{budget}-{sample}",
+                        time="2026-01-01T00:00:00Z",
+                        command="locks-bench fidelity",
+                        trace={"model": "llama-3.1-8b", "ctx": 8192, "agrees": 1.0, "energy": {"8": 0.9}},
+                        selector=selector,
+                        declaration={
+                            **{"label": selector, "granularity": "KV head", "forced_in_budget": True},
+                            **{"dense_layers": [], "question_visible": False},
+                        },
+                        budget=budget,
+                        outcome=Outcome.OK,
+                        mass=mass + 0.1 * sample - less,
+                        oracle_mass=1.0,
+                        error=0.05,
+                        recall=0.9,
+                        retention={name: {"strict": [1, 2], "loose": [2, 2]} for name in DENOMINATORS},
+                        attended=float(budget),
+                        bytes={"score": read, "attend": 4.0, "full": 100.0},
+                        active=True,
+                    )
+                )
+    return records
 
 
 def many(count: int) -> list[Record]:

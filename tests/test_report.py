@@ -16,17 +16,31 @@ from typing import Any
 
 import pytest
 from fake_records import case, failed
-from report_fakes import HOSTILE, every_outcome, grid, many, old_schema, two_runs, typical
+from report_fakes import HOSTILE, every_outcome, fidelity, grid, many, old_schema, two_runs, typical
 
 from harness.errors import UserError
 from harness.record import Outcome, Record
+from reports.fidelity_view import load as load_fidelity
 from reports.page import Options, plotly_source, render
 
 SECTIONS = (
     *("summary", "latency", "speedup", "throughput", "bytes", "stages", "energy", "fidelity", "stability", "history"),
     *("failures", "rows", "environment", "method"),
 )
-FIGURES = ("latency", "speedup", "throughput", "pareto", "bytes", "stages", "roof", "energy", "stability", "history")
+FIGURES = (
+    "latency",
+    "speedup",
+    "throughput",
+    "pareto",
+    "bytes",
+    "stages",
+    "roof",
+    "energy",
+    "fidelity",
+    "fidelity-time",
+    "stability",
+    "history",
+)
 MOST_BYTES = 8_000_000
 
 
@@ -259,6 +273,31 @@ def test_what_was_not_measured_is_said_and_what_was_is_shown() -> None:
     assert page.data()["panels"][0]["figures"]["energy"]["empty"] is None
     assert {row["energy_j_per_token"] for row in page.rows()} == {0.25}
     assert "1965 to 1980 MHz, at most 51 °C; reasons that clocks were held: power cap" in page.text
+
+
+def test_fidelity_stands_beside_the_bytes_and_the_time_of_the_same_model(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    records = fidelity()
+    torn = "".join(record.to_json() + "\n" for record in records) + '{"key":'
+    (tmp_path / "run" / "fidelity.ndjson").write_text(torn)
+    notes: list[str] = []
+    loaded = load_fidelity([tmp_path, tmp_path / "run" / "records.jsonl"], notes.append)
+    assert len(loaded) == len(records) and "cut off" in notes[0]
+    page = Page(render([typical(case(ctx=8192), "locks"), typical(case(ctx=8192), "fa3")], fidelity=loaded))
+    data = page.data()
+    shown = {(row["selector"], row["budget"]): row for row in data["fidelity"]}
+    assert shown["locks-r8", 2048]["mass_of_oracle"] == pytest.approx((0.8 + 0.9) / 2)
+    low, high = shown["locks-r8", 2048]["mass_of_oracle_ci95"]
+    assert (low, high) == pytest.approx((0.8, 0.9))
+    assert shown["locks-r8", 2048]["fewer_bytes"] == pytest.approx(100 / 5)
+    locks = next(row for row in page.rows() if row["backend"] == "locks")
+    assert shown["locks-r8", 2048]["latency_us"] == pytest.approx(locks["latency_us"], rel=1e-6)
+    assert shown["locks-r8", 512]["latency_us"] is None and shown["quest", 2048]["latency_us"] is None
+    assert "budget 2K: locks-r8 keeps 0.850 [0.800, 0.900] of the attention mass" in page.text
+    assert "20.0x fewer bytes than full attention; more is kept by quest (0 with no more bytes)" in page.text
+    lines = data["shared"]["fidelity"]["slices"][0]["lines"]
+    assert [line["backend"] for line in lines] == ["locks-r8", "quest"] and data["shared"]["fidelity-time"]["empty"] is None
+    assert data["styles"]["locks-r8"] == data["styles"]["locks"]
 
 
 def test_no_records_is_an_error() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_fakes import HOSTILE, every_outcome, many, two_runs
+from report_fakes import HOSTILE, every_outcome, fidelity, many, two_runs
 from test_report import FIGURES, SECTIONS
 
 from harness.record import Record
@@ -59,7 +59,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def page(name: str) -> Path:
         target = folder / f"{name}.html"
         if not target.exists():
-            target.write_text(render(made[name]()), encoding="utf-8")
+            target.write_text(render(made[name](), fidelity=fidelity() if name == "two" else ()), encoding="utf-8")
         return target
 
     return page

@@ -9,7 +9,8 @@ Report.load = async () => {
   for (const [name, column] of Object.entries(data.columns)) {
     columns[name] = Array.isArray(column) ? column : column.codes.map((code) => column.values[code]);
   }
-  Object.assign(Report, { columns, count: data.count, styles: data.styles, panels: data.panels });
+  Object.assign(Report, { columns, count: data.count, styles: data.styles, panels: data.panels, fidelityRows: data.fidelity });
+  for (const panel of Report.panels) Object.assign(panel.figures, data.shared); // figures that do not depend on the set-up
 };
 
 // Value of a row's column; -1 is a place without a row that may be drawn.
