@@ -18,6 +18,7 @@ from locks_kernels.cost import kv_bytes
 
 Row = dict[str, Any]
 TIMED = (Outcome.OK, Outcome.THROTTLED)
+LAUNCH_BOUND = 1.2  # eager over graph: above this the host's launches take longer than the kernels without a graph
 WARM = ("hot", "warm")  # states in which a kernel may find its data in the L2 cache: never a headline
 
 
@@ -40,6 +41,7 @@ def _row(record: Record) -> Row:
     latency_ns, interval_ns = median_interval(record.rounds_ns) if timed and record.rounds_ns else (None, None)
     parts = record.bytes if timed else None
     floor_us = sum(parts.values()) / record.read_roof_tbps / 1e6 if parts and record.read_roof_tbps else None
+    eager_us = median(record.eager_ns) / 1e3 if record.eager_ns else None
     device = case.get("device") or record.environment.get("device")
     stages = {name: median(samples) / 1e3 for name, samples in (record.stages_ns or {}).items()} if timed else {}
     return {
@@ -62,6 +64,7 @@ def _row(record: Record) -> Row:
         "roof_share": floor_us * 1e3 / latency_ns if floor_us and latency_ns else None,
         "dram_bytes_measured": record.dram_bytes_measured if timed else None,
         "energy_j_per_token": record.energy_j_per_token if timed else None,
+        "idle_w": (record.meters or {}).get("idle_w"),
         "tokens_per_s": _tokens_per_s(case, latency_ns) if latency_ns else None,
         "speedup_vs_best_dense": None,
         "best_dense": None,
@@ -76,7 +79,8 @@ def _row(record: Record) -> Row:
         "resolved": record.resolved,
         "stages_us": stages or None,
         "stage_floors_us": _floors(record, stages) or None,
-        "eager_us": median(record.eager_ns) / 1e3 if record.eager_ns else None,
+        "eager_us": eager_us,
+        "launch_bound": eager_us * 1e3 / latency_ns > LAUNCH_BOUND if eager_us and latency_ns else None,
         "plan_us": median(record.plan_ns) / 1e3 if timed and record.plan_ns else None,
         "read_roof_tbps": record.read_roof_tbps,
         "gate": record.gate,

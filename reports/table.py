@@ -96,6 +96,9 @@ def _stage_table(rows: list[Row]) -> Table:
 def _notes(rows: list[Row]) -> list[str]:
     lines = [f"{_where(row)}: {row['outcome']}: {row['reason'] or 'no reason given'}" for row in rows if row["outcome"] != "OK"]
     lines += [f"! {_where(row)}: {flag}" for row in rows for flag in row["flags"]]
+    bound = [f"{_where(row)} ({row['eager_us'] / row['latency_us']:.1f} x)" for row in rows if row["launch_bound"]]
+    if bound:
+        lines.append(f"Launch-bound without a graph: {', '.join(bound)}")
     plans = [row["kv"]["note"] for row in rows if row["cache_state"] in (*WARM, "pooled") and (row["kv"] or {}).get("note")]
     lines += dict.fromkeys(plans)
     if any(row["level"] == "attention" and row["tokens_per_s"] for row in rows):

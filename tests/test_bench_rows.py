@@ -147,3 +147,19 @@ def test_the_table_shows_every_row_and_the_reason_of_the_failed() -> None:
     assert "982.5 [" in text and "1M" in text and "layers=2" in text
     assert "flashinfer: SKIPPED: pip install [this]" in text
     assert "0.00" not in text.replace("1.00x", "")
+
+
+def test_launch_bound_is_flagged_above_a_ratio_of_1_2() -> None:
+    """A kernel of 2 us that takes 9 us without a graph is the launch, and so is one that does nothing."""
+    eager = {2.0: 9.0, 0.001: 6.0, 100.0: 115.0}
+    made = [measured(case(), "fa3", us, eager_ns=[1e3 * slow] * 5) for us, slow in eager.items()]
+    table = rows([*made, measured(case(), "fa3", 1.0)])
+    assert [row["launch_bound"] for row in table] == [True, True, False, None]
+    console = Console(width=300, record=True, file=StringIO())
+    console.print(latency_report(table[:1]))
+    assert "Launch-bound without a graph: llama-3.1-8b attention 1M x 1 fa3 (4.5 x)" in console.export_text()
+
+
+def test_idle_power_is_a_column_of_its_own() -> None:
+    known, unknown = rows([measured(case(), "fa3", 1.0, meters={"idle_w": 74.0}), measured(case(), "fa3", 1.0)])
+    assert (known["idle_w"], unknown["idle_w"]) == (74.0, None)
