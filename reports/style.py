@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import count
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ def styles(backends: Iterable[str]) -> dict[str, dict[str, str]]:
     """Style of each backend by name.  The known ones always have theirs; others get what is left, in order of name."""
     used = set(backends)
     others = sorted(used - set(KNOWN) - set(SAME_AS))
-    slots = {name: slot for slot, name in enumerate((*KNOWN, *others))}
+    slots = {name: slot for slot, name in enumerate(KNOWN)}
     slots |= {name: slots[other] for name, other in SAME_AS.items()}
+    taken = {slots[name] for name in used if name in slots}
+    slots |= dict(zip(others, (slot for slot in count() if slot not in taken), strict=False))
     return {name: asdict(_style(slots[name])) for name in sorted(used)}
 
 
 def _style(slot: int) -> Style:
-    count = len(COLORS)
+    turn = slot // len(COLORS)
     # The marker moves on with each turn of the colours, so that no two of the first 64 share both.
-    return Style(COLORS[slot % count], SYMBOLS[(slot + slot // count) % len(SYMBOLS)], DASHES[slot // count % len(DASHES)])
+    return Style(COLORS[slot % len(COLORS)], SYMBOLS[(slot + turn) % len(SYMBOLS)], DASHES[turn % len(DASHES)])

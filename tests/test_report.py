@@ -22,6 +22,7 @@ from harness.errors import UserError
 from harness.record import Outcome, Record
 from reports.fidelity_view import load as load_fidelity
 from reports.page import Options, plotly_source, render
+from reports.style import COLORS, styles
 
 SECTIONS = (
     *("summary", "latency", "speedup", "throughput", "bytes", "stages", "energy", "fidelity", "stability", "history"),
@@ -224,6 +225,22 @@ def test_colours_are_those_of_the_backends_in_every_report() -> None:
     assert one["locks"] == both["locks"]
     looks = [(style["color"], style["symbol"]) for style in both.values()]
     assert len(set(looks)) == len(looks) == 4
+    crowd = styles(["locks", "fa3", *(f"plug-in {place}" for place in range(62))])
+    assert crowd["locks"] == one["locks"] and len({(style["color"], style["symbol"]) for style in crowd.values()}) == 64
+    assert styles(["locks", "quest"])["quest"]["color"] != one["locks"]["color"]
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#14171c"])
+def test_colours_stand_out_from_both_pages(page: str) -> None:
+    def luminance(color: str) -> float:  # WCAG 2
+        shares = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    assert page in render(grid()[:1])
+    for color in COLORS:
+        dark, light = sorted([luminance(color), luminance(page)])
+        assert (light + 0.05) / (dark + 0.05) >= 3, color
 
 
 def test_older_schema_and_rows_without_anything() -> None:

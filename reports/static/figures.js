@@ -10,7 +10,7 @@ const baseLayout = (theme) => {
   const axis = { gridcolor: theme.line, linecolor: theme.soft, zerolinecolor: theme.soft, automargin: true, tickcolor: theme.soft, ticks: "outside" };
   return {
     axis, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", height: 430, margin: { l: 60, r: 20, t: 34, b: 50 },
-    font: { family: "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", size: 13, color: theme.text }, hovermode: "closest",
+    font: { family: "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif", size: 13, color: theme.text }, hovermode: "closest", showlegend: true,
     modebar: { bgcolor: "rgba(0,0,0,0)", color: theme.soft, activecolor: theme.text },
     legend: { traceorder: "normal", orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left" }, hoverlabel: { font: { size: 13 } },
   };
