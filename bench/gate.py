@@ -40,7 +40,8 @@ def gate(
     from harness.gate import GateRules
     from harness.gate import gate as judged
 
-    kept = Path(reruns) if reruns else Path(f"{new.rstrip('/')}-reruns")
+    judged_at = max(record.time for record in after).replace(":", "-")  # re-runs of an older NEW are not those of this one
+    kept = Path(reruns or f"{new.rstrip('/')}-reruns") / judged_at
 
     def rerun(suspects: list[Cell], number: int) -> list[Record]:
         from bench.progress import Progress  # torch: only where something must be measured
