@@ -73,6 +73,11 @@ class Exact:
         asked = target.any(-1) & ~(target & forced).any(-1)
         return cls(share, torch.einsum("shgn,hnd->shgd", share, layer.values), target, asked)
 
+    def over(self, keep: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Exact attention over the tokens of `keep`: as `Selector.attend`, from the shares that are there already."""
+        kept = self.share * keep
+        return torch.einsum("shgn,hnd->shgd", kept, values) / kept.sum(-1, keepdim=True).clamp_min(1e-30)
+
 
 def forced_tokens(steps: Steps, tokens: int, shape: DecodeShape, options: SelectOptions) -> torch.Tensor:
     """bool [S, N]: sink and recent pages, the open one among them, which page selectors keep without looking."""
@@ -91,9 +96,9 @@ def measure(trace: Trace, selectors: Sequence[Selector], budgets: Sequence[Selec
     for index in range(trace.layers):
         layer, steps = trace.layer(index), trace.steps(index)
         exact = Exact.of(layer, steps, trace, budgets[0])
-        best = _tables(oracle, layer, steps, trace.shape, budgets)
+        best = _tables(oracle, layer, steps, exact, trace.shape, budgets)
         for selector in selectors:
-            tables = best if selector is oracle else _tables(selector, layer, steps, trace.shape, budgets)
+            tables = best if selector is oracle else _tables(selector, layer, steps, exact, trace.shape, budgets)
             for options, (keep, out), (wanted, _) in zip(budgets, tables, best, strict=True):
                 kept = found[selector.name, options.budget_tokens]
                 _add(kept, selector, layer, steps, exact, keep, out, wanted, trace.shape, options)
@@ -104,12 +109,11 @@ Table = tuple[torch.Tensor, torch.Tensor]  # keep, output
 
 
 def _tables(
-    selector: Selector, layer: Layer, steps: Steps, shape: DecodeShape, budgets: Sequence[SelectOptions]
+    selector: Selector, layer: Layer, steps: Steps, exact: Exact, shape: DecodeShape, budgets: Sequence[SelectOptions]
 ) -> list[Table]:
     """Per budget: bool [S, H, 1 or G, N] and the output fp32 [S, H, G, D].  Built and scored once where the budget allows."""
     if layer.index in selector.declaration.dense_layers:
-        keep = steps.visible(layer.tokens).expand(-1, layer.keys.shape[0], 1, -1)
-        return [(keep, Selector.attend(selector, steps, layer, None, keep))] * len(budgets)
+        return [(steps.visible(layer.tokens).expand(-1, layer.keys.shape[0], 1, -1), exact.out)] * len(budgets)
     tables = []
     state = scores = None
     for options in budgets:
@@ -118,7 +122,8 @@ def _tables(
             scores = selector.score(steps, state)
         assert scores is not None
         keep = selector.select(scores, steps, layer, state, options)
-        tables.append((keep, selector.attend(steps, layer, state, keep)))
+        exactly = type(selector).attend is Selector.attend
+        tables.append((keep, exact.over(keep, layer.values) if exactly else selector.attend(steps, layer, state, keep)))
     return tables
 
 

@@ -1,4 +1,4 @@
-"""Samples, selectors and budgets -> records, each stored as soon as it is there."""
+"""Samples, selectors and budgets -> records, stored as soon as a sample is measured."""
 
 from __future__ import annotations
 
@@ -86,11 +86,10 @@ def run(plan: Plan, store: Store, say: Say) -> list[FidelityRecord]:
             say(f"sample {number} of {plan.samples}: {source['task']}, {source['ctx']} tokens")
             trace = make()
             facts = {**source, **_facts(trace)}
-            for name in plan.selectors:
-                if any(known[name, budget] is None for budget in plan.budgets):
-                    for record in _measured(plan, trace, facts, name, keys):
-                        store.append(record)
-                        known[name, record.budget] = record
+            names = [name for name in plan.selectors if any(known[name, budget] is None for budget in plan.budgets)]
+            for record in _measured(plan, trace, facts, names, keys):
+                store.append(record)
+                known[record.selector, record.budget] = record
         records += [record for record in known.values() if record is not None]
     return records
 
@@ -154,27 +153,28 @@ def _facts(trace: Trace) -> dict[str, Any]:
 
 
 def _measured(
-    plan: Plan, trace: Trace, facts: dict[str, Any], name: str, keys: dict[tuple[str, int], str]
+    plan: Plan, trace: Trace, facts: dict[str, Any], names: Sequence[str], keys: dict[tuple[str, int], str]
 ) -> Iterator[FidelityRecord]:
-    selector = SELECTORS[name]
-    reason = selector.missing(trace.layer(0))
+    reasons = {name: SELECTORS[name].missing(trace.layer(0)) for name in names}
     options = [SelectOptions(budget_tokens=budget) for budget in plan.budgets]
-    found = {} if reason else measure(trace, [selector], options)
-    for budget in plan.budgets:
-        record = FidelityRecord(
-            key=keys[name, budget],
-            time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            command=plan.command,
-            trace=facts,
-            selector=name,
-            declaration=asdict(selector.declaration),
-            budget=budget,
-            outcome=Outcome.SKIPPED if reason else Outcome.OK,
-            reason=reason,
-        )
-        if not reason:
-            _fill(record, found[name, budget])
-        yield record
+    found = measure(trace, [SELECTORS[name] for name in names if reasons[name] is None], options)
+    for name in names:
+        for budget in plan.budgets:
+            reason = reasons[name]
+            record = FidelityRecord(
+                key=keys[name, budget],
+                time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                command=plan.command,
+                trace=facts,
+                selector=name,
+                declaration=asdict(SELECTORS[name].declaration),
+                budget=budget,
+                outcome=Outcome.SKIPPED if reason else Outcome.OK,
+                reason=reason,
+            )
+            if not reason:
+                _fill(record, found[name, budget])
+            yield record
 
 
 def _fill(record: FidelityRecord, kept: Kept) -> None:

@@ -1,0 +1,276 @@
+"""The same on a GPU: kernels of page_vectors, then their launchers.
+
+Scoring is one matrix product per vector, pages x channels by channels x query heads, over BLOCK_P pages at a time whose
+vectors arrive as whole rows; the block table is read one block ahead.
+"""
+
+# The bodies of kernels are not Python to a type checker.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from locks_kernels.attend import TRITON_DTYPE
+from locks_kernels.cache import PagedCache, Sequences
+from locks_kernels.page_vectors import FORMS, STD_WEIGHT, PageVectors
+from locks_kernels.shapes import DecodeShape
+
+MIN_MAX = tl.constexpr(FORMS.index("min-max"))
+CUBOID_MEAN = tl.constexpr(FORMS.index("cuboid-mean"))
+MEAN_STD = tl.constexpr(FORMS.index("mean-std"))
+MEAN_SPREAD = tl.constexpr(FORMS.index("mean-spread"))
+WEIGHT = tl.constexpr(STD_WEIGHT)
+BLOCK_P = 64
+WARPS = 4
+STAGES = 3
+PROGRAMS = 2048  # four waves of four programs on each of 132 multiprocessors
+MAX_BLOCKS = 8  # blocks per program, which share the preparation of the query
+
+
+@triton.jit
+def _store_summary(vector_ptr, spread_ptr, at, keys, FORM: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr):
+    """Summary of one page of one KV head, keys fp32 [PAGE, HEAD_DIM]; `at` is its index among all of them."""
+    offs_d = tl.arange(0, HEAD_DIM)
+    mean = tl.sum(keys, 0) / PAGE
+    away = keys - mean[None, :]
+    if FORM == MIN_MAX:
+        first = tl.min(keys, 0)
+        second = tl.max(keys, 0)
+    elif FORM == CUBOID_MEAN:
+        radius = tl.sum(tl.abs(away), 0) / PAGE
+        first = mean - radius
+        second = mean + radius
+    else:
+        first = mean
+        second = tl.sqrt(tl.sum(away * away, 0) / PAGE)
+    if FORM <= MEAN_STD:
+        row_ptr = vector_ptr + at * (2 * HEAD_DIM) + offs_d
+        tl.store(row_ptr, first)
+        tl.store(row_ptr + HEAD_DIM, second)
+    else:
+        tl.store(vector_ptr + at * HEAD_DIM + offs_d, first)
+        if FORM == MEAN_SPREAD:
+            tl.store(spread_ptr + at, tl.sqrt(tl.sum(second * second, 0) / HEAD_DIM))
+
+
+@triton.jit
+def _build_kernel(
+    key_ptr,
+    vector_ptr,
+    spread_ptr,
+    ids_ptr,
+    stride_kp,
+    stride_kh,
+    stride_kt,
+    kv_heads,
+    FORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    h = tl.program_id(1).to(tl.int64)
+    page = tl.load(ids_ptr + tl.program_id(0)).to(tl.int64)
+    offs_t = tl.arange(0, PAGE)[:, None]
+    offs_d = tl.arange(0, HEAD_DIM)[None, :]
+    keys = tl.load(key_ptr + page * stride_kp + h * stride_kh + offs_t * stride_kt + offs_d).to(tl.float32)
+    _store_summary(vector_ptr, spread_ptr, page * kv_heads + h, keys, FORM, HEAD_DIM, PAGE)
+
+
+@triton.jit
+def _append_kernel(
+    key_ptr,
+    value_ptr,
+    vector_ptr,
+    spread_ptr,
+    new_key_ptr,
+    new_value_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    stride_kp,
+    stride_kh,
+    stride_kt,
+    stride_nb,
+    stride_nh,
+    stride_vb,
+    stride_vh,
+    stride_tb,
+    FORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    tokens = tl.load(seq_lens_ptr + b)
+    if tokens <= 0:
+        return
+    last = tokens - 1
+    slot = last % PAGE
+    page = tl.load(table_ptr + b * stride_tb + last // PAGE).to(tl.int64)
+    offs_d = tl.arange(0, HEAD_DIM)
+    page_at = page * stride_kp + h * stride_kh
+    new_key = tl.load(new_key_ptr + b * stride_nb + h * stride_nh + offs_d).to(key_ptr.dtype.element_ty)
+    new_value = tl.load(new_value_ptr + b * stride_vb + h * stride_vh + offs_d).to(value_ptr.dtype.element_ty)
+    tl.store(key_ptr + page_at + slot * stride_kt + offs_d, new_key)
+    tl.store(value_ptr + page_at + slot * stride_kt + offs_d, new_value)
+    if slot == PAGE - 1:
+        # The new row comes from its source: the store above need not be visible to this program's other threads.
+        offs_t = tl.arange(0, PAGE)[:, None]
+        old = tl.load(key_ptr + page_at + offs_t * stride_kt + offs_d[None, :], mask=offs_t < PAGE - 1, other=0.0)
+        keys = tl.where(offs_t < PAGE - 1, old.to(tl.float32), new_key.to(tl.float32)[None, :])
+        _store_summary(vector_ptr, spread_ptr, page * tl.num_programs(0) + h, keys, FORM, HEAD_DIM, PAGE)
+
+
+@triton.jit
+def _score_kernel(
+    query_ptr,
+    vector_ptr,
+    spread_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    stride_qb,
+    stride_qh,
+    stride_tb,
+    stride_ob,
+    stride_oh,
+    kv_heads,
+    softmax_scale,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    OPERAND: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    RECENT: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    h = tl.program_id(0)
+    b = tl.program_id(2).to(tl.int64)
+    pages = tl.cdiv(tl.load(seq_lens_ptr + b), PAGE)
+    scored = pages - RECENT
+    first = tl.program_id(1) * (BLOCK_P * BLOCKS)
+    if (first >= scored) | (pages <= KEPT):
+        return
+
+    # what a page's vectors are multiplied with, [HEAD_DIM, GROUP_PAD]
+    VECTORS: tl.constexpr = 2 if FORM <= MEAN_STD else 1
+    offs_d = tl.arange(0, HEAD_DIM)
+    offs_g = tl.arange(0, GROUP_PAD)
+    mask_g = offs_g < GROUP
+    q_ptr = query_ptr + b * stride_qb + (h * GROUP + offs_g)[None, :] * stride_qh + offs_d[:, None]
+    query = tl.load(q_ptr, mask=mask_g[None, :], other=0.0).to(OPERAND)
+    wide = query.to(tl.float32)
+    if FORM <= CUBOID_MEAN:
+        first_weight = tl.minimum(wide, 0.0).to(OPERAND)
+        second_weight = tl.maximum(wide, 0.0).to(OPERAND)
+    else:
+        first_weight = query
+        second_weight = (tl.abs(wide) * WEIGHT).to(OPERAND)
+    length_g = tl.sqrt(tl.sum(wide * wide, 0)) * WEIGHT
+
+    o_ptr = out_ptr + b * stride_ob + (h * GROUP + offs_g)[None, :] * stride_oh
+    entry_ptr = table_ptr + b * stride_tb
+    offs_p = first + tl.arange(0, BLOCK_P)
+    page = tl.load(entry_ptr + offs_p, mask=offs_p < scored, other=0)
+    for _ in range(BLOCKS):
+        # Rows behind the last page read the summary of page 0 and are not stored.
+        at = page.to(tl.int64) * kv_heads + h  # [BLOCK_P]
+        page = tl.load(entry_ptr + offs_p + BLOCK_P, mask=offs_p + BLOCK_P < scored, other=0)
+        row_ptr = vector_ptr + at[:, None] * (VECTORS * HEAD_DIM) + offs_d[None, :]
+        acc = tl.dot(tl.load(row_ptr).to(OPERAND), first_weight)
+        if VECTORS == 2:
+            acc = tl.dot(tl.load(row_ptr + HEAD_DIM).to(OPERAND), second_weight, acc=acc)
+        if FORM == MEAN_SPREAD:
+            acc += tl.load(spread_ptr + at).to(tl.float32)[:, None] * length_g[None, :]
+        tl.store(o_ptr + offs_p[:, None], acc * softmax_scale, mask=(offs_p < scored)[:, None] & mask_g[None, :])
+        offs_p += BLOCK_P
+
+
+def build(cache: PagedCache, summaries: PageVectors, page_ids: torch.Tensor) -> None:
+    """`page_vectors.build`; page_ids int32 or int64 [n], contiguous."""
+    if page_ids.numel() == 0:
+        return
+    shape = cache.shape
+    _build_kernel[(page_ids.numel(), shape.kv_heads)](
+        cache.keys,
+        summaries.vectors,
+        summaries.spread,
+        page_ids,
+        *cache.keys.stride()[:3],
+        shape.kv_heads,
+        FORM=FORMS.index(summaries.form),
+        HEAD_DIM=shape.head_dim,
+        PAGE=shape.page_size,
+        num_warps=4,
+    )
+
+
+def append_finalise(
+    cache: PagedCache, summaries: PageVectors, sequences: Sequences, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Write the token at `seq_lens - 1` (keys, values: [B, H, D]) and summarise its page if that is now full."""
+    shape = cache.shape
+    _append_kernel[(shape.kv_heads, sequences.batch)](
+        cache.keys,
+        cache.values,
+        summaries.vectors,
+        summaries.spread,
+        keys,
+        values,
+        sequences.block_table,
+        sequences.seq_lens,
+        *cache.keys.stride()[:3],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        sequences.block_table.stride(0),
+        FORM=FORMS.index(summaries.form),
+        HEAD_DIM=shape.head_dim,
+        PAGE=shape.page_size,
+        num_warps=4,
+    )
+
+
+def score(
+    query: torch.Tensor,
+    shape: DecodeShape,
+    summaries: PageVectors,
+    sequences: Sequences,
+    recent_pages: int,
+    kept_pages: int,
+    out: torch.Tensor,
+) -> None:
+    """`page_vectors.score` into `out` (fp32 [B, HQ, >= P], last axis contiguous); other pages are left as they are in it.
+
+    A sequence of at most `kept_pages` pages is not scored: selection keeps every page of it.
+    """
+    blocks = triton.cdiv(sequences.max_pages, BLOCK_P)
+    per_program = max(1, min(MAX_BLOCKS, sequences.batch * shape.kv_heads * blocks // PROGRAMS))
+    _score_kernel[(shape.kv_heads, triton.cdiv(blocks, per_program), sequences.batch)](
+        query,
+        summaries.vectors,
+        summaries.spread,
+        sequences.block_table,
+        sequences.seq_lens,
+        out,
+        *query.stride()[:2],
+        sequences.block_table.stride(0),
+        *out.stride()[:2],
+        shape.kv_heads,
+        shape.softmax_scale,
+        FORM=FORMS.index(summaries.form),
+        GROUP=shape.group,
+        GROUP_PAD=max(8, triton.next_power_of_2(shape.group)),
+        OPERAND=tl.float32 if triton.knobs.runtime.interpret else TRITON_DTYPE[shape.dtype],  # it cannot multiply bfloat16
+        HEAD_DIM=shape.head_dim,
+        PAGE=shape.page_size,
+        RECENT=recent_pages,
+        KEPT=kept_pages,
+        BLOCK_P=BLOCK_P,
+        BLOCKS=per_program,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )

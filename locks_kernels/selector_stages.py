@@ -1,0 +1,90 @@
+"""Rival page scores between the appending and the selection of LOCKS: the same step, another summary.
+
+Selection and attention are the portable kernels; on a GPU that runs the CUDA kernels, attention is theirs, so that a rival's
+attention is as fast as ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from locks_kernels import page_vectors, reference
+from locks_kernels.cache import PagedCache, Sequences
+from locks_kernels.decode import ReferenceStages, Stages, stages_class
+from locks_kernels.page_vectors import PageVectors
+from locks_kernels.shapes import SelectOptions
+
+
+class SelectorStages:
+    """One layer.  `kernels`: "triton" or "reference".  `attention` names whose attention kernel runs."""
+
+    def __init__(
+        self,
+        form: str,
+        cache: PagedCache,
+        sequences: Sequences,
+        options: SelectOptions,
+        kernels: str,
+        share: SelectorStages | None = None,
+        summaries: PageVectors | None = None,
+    ) -> None:
+        self.cache, self.sequences, self.options, self.kernels = cache, sequences, options, kernels
+        self.summaries = summaries or PageVectors.allocate(cache, form)
+        if kernels == "reference":
+            self.inner: Stages = ReferenceStages(cache, sequences, options)
+            self.attender: Stages = self.inner
+            self.attention = kernels
+            return
+        self._triton = importlib.import_module("locks_kernels.page_vectors_triton")
+        _, stages = stages_class("triton", cache)
+        self.inner = stages(cache, sequences, options, share.inner if share else None)
+        self.attender, self.attention = self.inner, kernels
+        if cache.keys.device.type == "cuda" and stages_class("auto", cache)[0] == "cuda":
+            _, cuda = stages_class("cuda", cache)
+            self.attender = cuda(cache, sequences, options, share.attender if share else None)
+            self.attender.tables = self.inner.tables
+            self.attention = "cuda"
+
+    @property
+    def tables(self) -> torch.Tensor:
+        return self.inner.tables
+
+    def prefill(self) -> None:
+        """Summarise every complete page that a sequence holds.  Looks at `seq_lens` from the host: not for capture."""
+        complete = (self.sequences.seq_lens // self.cache.shape.page_size)[:, None]
+        logical = torch.arange(self.sequences.max_pages, device=complete.device)
+        ids = self.sequences.block_table[logical < complete].unique()
+        for part in ids.split(1 << 14):
+            (page_vectors if self.kernels == "reference" else self._triton).build(self.cache, self.summaries, part)
+
+    def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if self.kernels == "reference":
+            reference.append(self.cache, self.sequences, keys, values)
+            page_vectors.finalise(self.cache, self.summaries, self.sequences)
+        else:
+            self._triton.append_finalise(self.cache, self.summaries, self.sequences, keys, values)
+
+    def score(self, query: torch.Tensor) -> None:
+        shape, recent = self.cache.shape, self.options.recent_pages
+        if self.kernels == "reference":
+            self.inner.scores = page_vectors.score(query, shape, self.summaries, self.sequences, recent)  # type: ignore[attr-defined]
+        else:
+            kept = self.options.kept_pages(shape.page_size)
+            out = self.inner.scores  # type: ignore[attr-defined]
+            self._triton.score(query, shape, self.summaries, self.sequences, recent, kept, out)
+
+    def select(self) -> None:
+        self.inner.select()
+
+    def attend(self, query: torch.Tensor, out: torch.Tensor) -> None:
+        self.attender.attend(query, out)
+
+    def step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """As LocksDecoder.step."""
+        self.append_finalise(keys, values)
+        self.score(query)
+        self.select()
+        self.attend(query, out)
+        return out
