@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from report_fakes import HOSTILE, every_outcome, fidelity, many, two_runs
-from test_report import FIGURES, SECTIONS
+from report_page import FIGURES, SECTIONS
 
 from harness.record import Record
 from reports.page import render

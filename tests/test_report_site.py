@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from report_fakes import every_outcome, grid, two_runs
-from test_report import FIGURES, Page
+from report_page import FIGURES, Page
 from typer.testing import CliRunner
 
 from bench.cli import app
