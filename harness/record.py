@@ -43,7 +43,8 @@ class Record:
     energy_j_per_token  whole device, idle power included; at level attention of all layers of the model; None if unknown
     meters        readings at the end of each round (lists in the order of the rounds, those set aside included): sm_mhz,
                   memory_mhz, power_w, temperature_c, events (why clocks were low); default_sm_mhz, power_limit_w, idle_w;
-                  slow_share of the rounds, set_aside_ns by place; energy with its window; dram_active_share of the peak
+                  slow_share and power_capped_share of the rounds, set_aside_ns by place; energy with its window;
+                  dram_active_share of the peak
                   bandwidth by the device's monitors; missing: what cannot be read and why
     dram_bytes_measured  of one step, read and written, by Nsight Compute in a run of its own; None if nobody looked
     profiles      what each profiler gave, by tool: status, reason, hint, kernels (see profile/result.py)

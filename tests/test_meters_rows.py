@@ -127,7 +127,7 @@ def test_doctor_says_what_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_gpu(clocks: list[float | None], **changes: Any) -> Record:
     """A record of a GPU with one round per clock, whose time follows from it."""
-    meters = {"sm_mhz": clocks, "default_sm_mhz": 1980.0, "events": [["power cap"]] * len(clocks)} | changes
+    meters = {"sm_mhz": clocks, "default_sm_mhz": 1980.0, "events": [["thermal slowdown"]] * len(clocks)} | changes
     made = compared([[100e3 * 1980 / (clock or 1980)] * 4 for clock in clocks], bytes={"kv": 1}, meters=meters)
     set_slow_rounds_aside(made)
     judge(made)
@@ -137,7 +137,7 @@ def on_gpu(clocks: list[float | None], **changes: Any) -> Record:
 def test_half_the_clock_for_ever_is_throttled_and_the_report_renders() -> None:
     record = on_gpu([990.0] * 20)
     assert record.outcome is Outcome.THROTTLED and len(record.rounds_ns or []) == 20
-    assert "100% of the rounds" in (record.reason or "") and "power cap" in (record.reason or "")
+    assert "100% of the rounds" in (record.reason or "") and "thermal slowdown" in (record.reason or "")
     (row,) = rows([record])
     assert row["latency_us"] == pytest.approx(200) and row["speedup_vs_best_dense"] is None
 
@@ -148,6 +148,15 @@ def test_a_few_slow_rounds_are_set_aside_counted_and_kept() -> None:
     meters = record.meters or {}
     assert meters["slow_share"] == 0.1 and list(meters["set_aside_ns"]) == ["9"]
     assert meters["set_aside_ns"]["9"][0] == pytest.approx(198e3)
+
+
+def test_the_power_cap_alone_is_a_steady_state() -> None:
+    record = on_gpu([1200.0] * 10, events=[["power cap"]] * 10)
+    assert record.outcome is Outcome.OK and len(record.rounds_ns or []) == 10
+    assert (record.meters or {})["power_capped_share"] == 1 and (record.meters or {})["slow_share"] == 0
+    with_heat = on_gpu([1200.0] * 10, events=[["power cap", "thermal slowdown"]] * 10)
+    assert with_heat.outcome is Outcome.THROTTLED
+    assert on_gpu([1200.0] * 10, events=[None] * 10).outcome is Outcome.THROTTLED
 
 
 def test_unknown_clocks_accuse_nobody() -> None:

@@ -32,8 +32,8 @@ MAX_SPLITS = 128  # of attention, as its plug-in allocates
 BUILD_PAGES = 2048  # pages summarised at once: its temporaries stay under a gigabyte
 RECORD_PAGES = 8192  # pages converted at once for a check
 # Its scorer rounds each query to int8, the reference rounds none: with this suite's contents that lets a page up to 0.04 nats
-# below the threshold in at 128K (8 heads, 128 pages kept), and a longer context draws more often from that tail.
-SCORE_TOLERANCE = 0.10
+# below the threshold in at 128K x 1 and 0.11 at 128K x 16 (an H200); more draws reach further into that tail.
+SCORE_TOLERANCE = 0.20
 SPLIT_CTAS = (4, 5, 6, 8, 10, 12, 16, 24, 32)  # CTAs per SM that the tuned scorer tries
 SPLIT_SAMPLES = 5
 INDEX_LIMIT = 1 << 31
