@@ -4,6 +4,8 @@ stay true for any tie or rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from harness.backend import Check
@@ -19,10 +21,22 @@ SUMMARY_TOLERANCE = 0.02  # relative: reconstruction error against that of the r
 SUMMARY_PAGES = 256
 
 
+# scores fp32 [B, HQ, P] of queries [B, HQ, D] for sequences, -inf where a page is not scored
+Score = Callable[[torch.Tensor, Sequences], torch.Tensor]
+
+
 def check_tables(
-    workload: Workload, copy: int, tables: torch.Tensor, options: SelectOptions, score_tolerance: float = SCORE_TOLERANCE
+    workload: Workload,
+    copy: int,
+    tables: torch.Tensor,
+    options: SelectOptions,
+    score_tolerance: float = SCORE_TOLERANCE,
+    score: Score | None = None,
 ) -> list[Check]:
-    """The page tables int32 [B, H, K] of the launch just made, for the sequences `workload.checked`."""
+    """The page tables int32 [B, H, K] of the launch just made, for the sequences `workload.checked`.
+
+    score: the method's own in plain torch; LOCKS' unless given.
+    """
     rows = workload.checked
     sequences = checked_sequences(workload)
     query, cache, shape = workload.queries[copy][rows], workload.caches[copy], workload.shape
@@ -36,7 +50,8 @@ def check_tables(
         sound &= _sound(tables[b], count, pages, options)
         if not sound or pages <= kept:
             continue
-        scores = reference.score(query[row : row + 1], cache, one, options.recent_pages)
+        own = query[row : row + 1]
+        scores = score(own, one) if score else reference.score(own, cache, one, options.recent_pages)
         combined = reference.combine(scores, shape.kv_heads, options.combine)
         best = reference.select(combined, one, shape, options)[0].long()
         combined = combined[0]

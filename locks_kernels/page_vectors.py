@@ -71,6 +71,8 @@ def summarise(form: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 def build(cache: PagedCache, summaries: PageVectors, page_ids: torch.Tensor) -> None:
     """Summarise the physical pages `page_ids` (int [n]) in place."""
+    if page_ids.numel() == 0:
+        return
     vectors, spread = summarise(summaries.form, cache.keys[page_ids.long()])
     summaries.vectors[page_ids.long()] = vectors.to(summaries.vectors.dtype)
     if summaries.form == "mean-spread":

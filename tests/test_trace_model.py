@@ -129,9 +129,12 @@ def test_order_on_a_real_model(tmp_path: Path) -> None:
     real = trace_model.load("smollm2-135m")
     prompt = fill("niah_single_2", 0, HAYSTACK, lambda p: len(trace_capture.tokenise(real, p).ids) <= 1536)
     source = trace_capture.source_of(real, prompt, 1536, HAYSTACK, False)
-    trace = TraceCache(tmp_path).get(source, lambda: trace_capture.capture(real, prompt, source, None))
-    order = ("oracle", "locks-r8", "locks-r4", "locks-r2", "quest-group", "shared-svd-r8")
-    found = measure(trace, [SELECTORS[name] for name in order], [SelectOptions(budget_tokens=256)])
+    trace = TraceCache(tmp_path).get(
+        source, lambda: trace_capture.capture(real, prompt, source, trace_capture.calibrate(real, HAYSTACK))
+    )
+    order = ("oracle", "locks-r8", "locks-r4", "locks-r2", "quest-group")
+    found = measure(trace, [SELECTORS[name] for name in (*order, "loki-page-r8")], [SelectOptions(budget_tokens=256)])
     masses = [found[name, 256].mass for name in order]
     assert masses == sorted(masses, reverse=True)
+    assert found["loki-page-r8", 256].mass < masses[3], "a basis of other text, at the bytes of Quest"
     assert masses[1] / masses[0] >= 0.985

@@ -1,0 +1,83 @@
+"""Timed rivals: through the same gate as LOCKS, with bytes that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness_fakes import bench, tiny_case, tiny_plan, tiny_workload
+
+from harness import backends
+from harness.backend import Backend
+from harness.backends.selectors import Centroid, CuboidMean, MeanStdScalar, MeanStdVector, QuestGroup
+from harness.case import Case
+from harness.measure import measure_case
+from harness.record import Outcome
+from harness.timer import Cycle
+from harness.verify import Gate, Incorrect, check_eager
+from locks_kernels import page_vectors
+from locks_kernels.selectors import SELECTORS
+
+RIVALS = [QuestGroup, CuboidMean, MeanStdVector, MeanStdScalar, Centroid]
+
+
+def gated(backend: Backend, case: Case | None = None) -> Gate:
+    workload = tiny_workload(case)
+    launches = [backend.prepare(workload, copy) for copy in range(workload.plan.launches)]
+    gate = Gate(workload)
+    check_eager(gate, workload, backend, launches, Cycle(workload.set_phase, tuple(workload.phases)))
+    return gate
+
+
+@pytest.mark.parametrize("ctx", [320, 327, 65])
+@pytest.mark.parametrize("backend", RIVALS)
+def test_rivals_pass_the_gate(backend: Callable[[], Backend], ctx: int) -> None:
+    checks = gated(backend(), tiny_case(ctx)).record()["checks"]
+    assert {"tables_sound", "kept_mass_of_best", "summary_error", "new_tokens_written"} <= set(checks)
+
+
+def test_a_rival_with_stale_summaries_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_vectors, "finalise", lambda *arguments: None)
+    with pytest.raises(Incorrect, match="summary_error"):
+        gated(QuestGroup(), tiny_case(320))
+
+
+def test_a_rival_that_keeps_other_pages_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = page_vectors.score
+
+    class Backwards(QuestGroup):
+        def prepare(self, workload: Any, copy: int) -> Any:
+            launch = super().prepare(workload, copy)
+
+            def turned() -> torch.Tensor:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(page_vectors, "score", lambda *arguments: -real(*arguments))
+                    return launch()
+
+            return turned
+
+    with pytest.raises(Incorrect, match=r"mass|score"):
+        gated(Backwards(), tiny_case(640))
+
+
+@pytest.mark.parametrize("backend", RIVALS)
+def test_rivals_are_measured_like_everybody(backend: type[Backend]) -> None:
+    case = tiny_case()
+    record = measure_case(case, tiny_plan(case), {backend.name: backend()}, {backend.name: "key"}, bench(), lambda name: None)[
+        0
+    ]
+    assert record.outcome is Outcome.OK, record.reason
+    assert record.resolved["label"] == "adapted"
+
+
+@pytest.mark.parametrize("backend", RIVALS)
+def test_names_and_bytes_are_those_of_fidelity(backend: type[Backend]) -> None:
+    assert backend.name in SELECTORS and backend.name in backends.names()
+    case = tiny_case(640)
+    parts, stages = backend().bytes(case), backend().stage_bytes(case)
+    assert sum(parts.values()) == sum(stages.values())
+    shape = case.shape()
+    wanted = SELECTORS[backend.name].score_bytes(shape, case.select, case.ctx) * shape.kv_heads * case.batch
+    assert parts["summary"] == wanted
