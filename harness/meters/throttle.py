@@ -2,7 +2,7 @@
 
 A clock that only the power cap lowers is not slow: at batch 16 an H200 reads memory at 94 % of its roof and sits at its 700 W
 with the SM clock under 75 % of the default in a third of the rounds, while the times agree within 0.5 %.  That is the part's
-own steady state under this load; the rounds are counted (`power_capped_share`) and stay.  Drift of the times is judged elsewhere.
+own steady state under this load: the rounds are counted (`power_capped_share`) and stay.  Drift of the times is judged apart.
 """
 
 from __future__ import annotations
