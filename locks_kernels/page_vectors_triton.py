@@ -23,6 +23,7 @@ CUBOID_MEAN = tl.constexpr(FORMS.index("cuboid-mean"))
 MEAN_STD = tl.constexpr(FORMS.index("mean-std"))
 MEAN_SPREAD = tl.constexpr(FORMS.index("mean-spread"))
 WEIGHT = tl.constexpr(STD_WEIGHT)
+LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK_P = 64
 WARPS = 4
 STAGES = 3
@@ -130,6 +131,7 @@ def _score_kernel(
     table_ptr,
     seq_lens_ptr,
     out_ptr,
+    partial_ptr,
     stride_qb,
     stride_qh,
     stride_tb,
@@ -147,6 +149,7 @@ def _score_kernel(
     KEPT: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     h = tl.program_id(0)
     b = tl.program_id(2).to(tl.int64)
@@ -176,6 +179,8 @@ def _score_kernel(
     entry_ptr = table_ptr + b * stride_tb
     offs_p = first + tl.arange(0, BLOCK_P)
     page = tl.load(entry_ptr + offs_p, mask=offs_p < scored, other=0)
+    top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
     for _ in range(BLOCKS):
         # Rows behind the last page read the summary of page 0 and are not stored.
         at = page.to(tl.int64) * kv_heads + h  # [BLOCK_P]
@@ -186,8 +191,46 @@ def _score_kernel(
             acc = tl.dot(tl.load(row_ptr + HEAD_DIM).to(OPERAND), second_weight, acc=acc)
         if FORM == MEAN_SPREAD:
             acc += tl.load(spread_ptr + at).to(tl.float32)[:, None] * length_g[None, :]
-        tl.store(o_ptr + offs_p[:, None], acc * softmax_scale, mask=(offs_p < scored)[:, None] & mask_g[None, :])
+        acc = acc * softmax_scale
+        tl.store(o_ptr + offs_p[:, None], acc, mask=(offs_p < scored)[:, None] & mask_g[None, :])
+        if PARTIAL:
+            logits = tl.where((offs_p < scored)[:, None], acc * LOG2E, float("-inf"))
+            new_top = tl.maximum(top, tl.max(logits, 0))
+            total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(logits - new_top[None, :]), 0)
+            top = new_top
         offs_p += BLOCK_P
+    if PARTIAL:
+        at = ((b * kv_heads + h) * GROUP + offs_g) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(partial_ptr + 2 * at, top, mask=mask_g)
+        tl.store(partial_ptr + 2 * at + 1, total, mask=mask_g)
+
+
+@triton.jit
+def _share_out_kernel(
+    partial_ptr,
+    seq_lens_ptr,
+    out_ptr,
+    programs,
+    parts,
+    PAGE: tl.constexpr,
+    RECENT: tl.constexpr,
+    SPAN: tl.constexpr,
+    PROGRAMS_PAD: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+):
+    """The log-sum-exp of a query head's row, from the scorer's programs (SPAN pages each), into every part of `out`."""
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    scored = tl.cdiv(tl.load(seq_lens_ptr + tl.program_id(1)), PAGE) - RECENT
+    offs = tl.arange(0, PROGRAMS_PAD)
+    live = offs < tl.cdiv(scored, SPAN)
+    tops = tl.load(partial_ptr + 2 * (row * programs + offs), mask=live, other=float("-inf"))
+    sums = tl.load(partial_ptr + 2 * (row * programs + offs) + 1, mask=live, other=0.0)
+    top = tl.max(tops, 0)
+    total = tl.sum(tl.where(live, sums * tl.exp2(tops - top), 0.0), 0)
+    offs = tl.arange(0, PARTS_PAD)
+    where = out_ptr + 2 * (row * parts + offs)
+    tl.store(where, tl.zeros((PARTS_PAD,), tl.float32) + top, mask=offs < parts)
+    tl.store(where + 1, tl.zeros((PARTS_PAD,), tl.float32) + total, mask=offs < parts)
 
 
 def build(cache: PagedCache, summaries: PageVectors, page_ids: torch.Tensor) -> None:
@@ -234,6 +277,13 @@ def append_finalise(
     )
 
 
+def programs_of(shape: DecodeShape, sequences: Sequences) -> tuple[int, int]:
+    """Programs of the scorer per sequence and KV head, and the blocks of BLOCK_P pages that each takes."""
+    blocks = triton.cdiv(sequences.max_pages, BLOCK_P)
+    per_program = max(1, min(MAX_BLOCKS, sequences.batch * shape.kv_heads * blocks // PROGRAMS))
+    return triton.cdiv(blocks, per_program), per_program
+
+
 def score(
     query: torch.Tensor,
     shape: DecodeShape,
@@ -242,20 +292,22 @@ def score(
     recent_pages: int,
     kept_pages: int,
     out: torch.Tensor,
+    partial: torch.Tensor | None = None,
 ) -> None:
     """`page_vectors.score` into `out` (fp32 [B, HQ, >= P], last axis contiguous); other pages are left as they are in it.
 
     A sequence of at most `kept_pages` pages is not scored: selection keeps every page of it.
+    partial: fp32 [B, HQ, programs, 2] (programs_of), gets the largest score and the sum of each program in powers of two.
     """
-    blocks = triton.cdiv(sequences.max_pages, BLOCK_P)
-    per_program = max(1, min(MAX_BLOCKS, sequences.batch * shape.kv_heads * blocks // PROGRAMS))
-    _score_kernel[(shape.kv_heads, triton.cdiv(blocks, per_program), sequences.batch)](
+    programs, per_program = programs_of(shape, sequences)
+    _score_kernel[(shape.kv_heads, programs, sequences.batch)](
         query,
         summaries.vectors,
         summaries.spread,
         sequences.block_table,
         sequences.seq_lens,
         out,
+        out if partial is None else partial,
         *query.stride()[:2],
         sequences.block_table.stride(0),
         *out.stride()[:2],
@@ -271,6 +323,29 @@ def score(
         KEPT=kept_pages,
         BLOCK_P=BLOCK_P,
         BLOCKS=per_program,
+        PARTIAL=partial is not None,
         num_warps=WARPS,
         num_stages=STAGES,
+    )
+
+
+def share_out(partial: torch.Tensor, shape: DecodeShape, sequences: Sequences, recent_pages: int, parts: torch.Tensor) -> None:
+    """Give the CUDA selection its `parts` [B, HQ, n, 2]: every part gets the whole row's log-sum-exp.
+
+    The selection adds up those of a sequence, the same number for all its heads, which scales all shares alike and changes
+    no order.
+    """
+    programs, per_program = programs_of(shape, sequences)
+    _share_out_kernel[(shape.query_heads, sequences.batch)](
+        partial,
+        sequences.seq_lens,
+        parts,
+        programs,
+        parts.shape[2],
+        PAGE=shape.page_size,
+        RECENT=recent_pages,
+        SPAN=BLOCK_P * per_program,
+        PROGRAMS_PAD=triton.next_power_of_2(programs),
+        PARTS_PAD=triton.next_power_of_2(parts.shape[2]),
+        num_warps=4,
     )

@@ -1,7 +1,6 @@
 """Rival page scores between the appending and the selection of LOCKS: the same step, another summary.
 
-Selection and attention are the portable kernels; on a GPU that runs the CUDA kernels, attention is theirs, so that a rival's
-attention is as fast as ours.
+Selection and attention are those of the best kernels that the device runs, so that a rival loses nothing there.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import torch
 
 from locks_kernels import page_vectors, reference
 from locks_kernels.cache import PagedCache, Sequences
-from locks_kernels.decode import ReferenceStages, Stages, stages_class
+from locks_kernels.decode import Stages, stages_class
 from locks_kernels.page_vectors import PageVectors
 from locks_kernels.shapes import SelectOptions
 
 
 class SelectorStages:
-    """One layer.  `kernels`: "triton" or "reference".  `attention` names whose attention kernel runs."""
+    """One layer.  kernels: "triton" or "reference"; `selection` names whose selection and attention run."""
 
     def __init__(
         self,
@@ -32,20 +31,17 @@ class SelectorStages:
     ) -> None:
         self.cache, self.sequences, self.options, self.kernels = cache, sequences, options, kernels
         self.summaries = summaries or PageVectors.allocate(cache, form)
-        if kernels == "reference":
-            self.inner: Stages = ReferenceStages(cache, sequences, options)
-            self.attender: Stages = self.inner
-            self.attention = kernels
-            return
-        self._triton = importlib.import_module("locks_kernels.page_vectors_triton")
-        _, stages = stages_class("triton", cache)
-        self.inner = stages(cache, sequences, options, share.inner if share else None)
-        self.attender, self.attention = self.inner, kernels
-        if cache.keys.device.type == "cuda" and stages_class("auto", cache)[0] == "cuda":
-            _, cuda = stages_class("cuda", cache)
-            self.attender = cuda(cache, sequences, options, share.attender if share else None)
-            self.attender.tables = self.inner.tables
-            self.attention = "cuda"
+        wanted = "auto" if kernels == "triton" and cache.keys.device.type == "cuda" else kernels
+        self.selection, stages = stages_class(wanted, cache)
+        self.inner: Stages = stages(cache, sequences, options, share.inner if share else None)
+        self.partial: torch.Tensor | None = None
+        if kernels == "triton":
+            self._triton = importlib.import_module("locks_kernels.page_vectors_triton")
+        if self.selection == "cuda":
+            programs, _ = self._triton.programs_of(cache.shape, sequences)
+            size = (sequences.batch, cache.shape.query_heads, programs, 2)
+            own = torch.empty(size, dtype=torch.float32, device=cache.keys.device)
+            self.partial = share.partial if share else own
 
     @property
     def tables(self) -> torch.Tensor:
@@ -73,13 +69,16 @@ class SelectorStages:
         else:
             kept = self.options.kept_pages(shape.page_size)
             out = self.inner.scores  # type: ignore[attr-defined]
-            self._triton.score(query, shape, self.summaries, self.sequences, recent, kept, out)
+            self._triton.score(query, shape, self.summaries, self.sequences, recent, kept, out, self.partial)
+            if self.partial is not None:
+                parts = self.inner.partials  # type: ignore[attr-defined]
+                self._triton.share_out(self.partial, shape, self.sequences, recent, parts)
 
     def select(self) -> None:
         self.inner.select()
 
     def attend(self, query: torch.Tensor, out: torch.Tensor) -> None:
-        self.attender.attend(query, out)
+        self.inner.attend(query, out)
 
     def step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """As LocksDecoder.step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -75,12 +77,19 @@ def test_programs_of_several_blocks_score_every_page(monkeypatch: pytest.MonkeyP
     summaries = PageVectors.allocate(cache, "min-max")
     page_vectors.build(cache, summaries, sequences.block_table[0, :75])
     monkeypatch.setattr(triton_kernels, "BLOCK_P", 16)
-    monkeypatch.setattr(triton_kernels, "PROGRAMS", 1)
+    monkeypatch.setattr(triton_kernels, "PROGRAMS", 2)
     query = make_query(shape, 1)
     exact = page_vectors.score(query, shape, summaries, sequences)
     out = torch.full_like(exact, float("-inf"))
-    triton_kernels.score(query, shape, summaries, sequences, 1, 3, out)
+    programs, _ = triton_kernels.programs_of(shape, sequences)
+    assert programs == 3
+    partial = torch.full((1, 4, programs, 2), float("nan"), device=DEVICE)
+    triton_kernels.score(query, shape, summaries, sequences, 1, 3, out, partial)
     assert torch.allclose(out, exact, atol=2e-2, rtol=2e-3)
+    parts = torch.full((1, 4, 132, 2), float("nan"), device=DEVICE)
+    triton_kernels.share_out(partial, shape, sequences, 1, parts)
+    found = (parts[..., 0] + parts[..., 1].log2()) * math.log(2)  # natural log
+    assert torch.allclose(found, exact.logsumexp(-1)[..., None].expand(-1, -1, 132), atol=2e-2)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])

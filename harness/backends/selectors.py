@@ -135,7 +135,7 @@ class PageScores(Backend):
     def resolved(self) -> dict[str, Any]:
         if not self._stages:
             return {}
-        return {"kernels": self._stages[0].kernels, "attention": self._stages[0].attention, "label": "adapted"}
+        return {"kernels": self._stages[0].kernels, "selection": self._stages[0].selection, "label": "adapted"}
 
 
 class QuestGroup(PageScores):
