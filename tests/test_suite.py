@@ -28,7 +28,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-    points = [Point(name) for name in ("fa3", "flashinfer", "locks", "locks-cuda", "locks-triton", "sdpa")]
+    rivals = ("fa3", "flashinfer", "locks-kv[best]", "locks-kv[default]", "sdpa")
+    points = [Point(name) for name in (*rivals, "locks", "locks-cuda", "locks-triton")]
     monkeypatch.setattr(backends, "entry_points", lambda group: points)
 
 
