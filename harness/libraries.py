@@ -41,5 +41,5 @@ BY_BACKEND = {
     "locks-kv[default]": LOCKS_KV,
     "locks-triton": TRITON,
     "sdpa": TORCH,
-    **dict.fromkeys(("quest-group", "cuboid-mean", "mean-std-vector", "mean-std-scalar", "centroid"), TRITON),
+    **dict.fromkeys(("quest-group", "cuboid-mean", "mean-std-vector", "mean-std-scalar", "centroid", "sliding-window"), TRITON),
 }

@@ -36,9 +36,10 @@ class SelectorStages:
         self.inner: Stages = stages(cache, sequences, options, share.inner if share else None)
         self.partial: torch.Tensor | None = None
         if kernels == "triton":
-            self._triton = importlib.import_module("locks_kernels.page_vectors_triton")
+            self._build = importlib.import_module("locks_kernels.page_vectors_build")
+            self._score = importlib.import_module("locks_kernels.page_vectors_score")
         if self.selection == "cuda":
-            programs, _ = self._triton.programs_of(cache.shape, sequences)
+            programs, _ = self._score.programs_of(cache.shape, sequences)
             size = (sequences.batch, cache.shape.query_heads, programs, 2)
             own = torch.empty(size, dtype=torch.float32, device=cache.keys.device)
             self.partial = share.partial if share else own
@@ -53,14 +54,14 @@ class SelectorStages:
         logical = torch.arange(self.sequences.max_pages, device=complete.device)
         ids = self.sequences.block_table[logical < complete].unique()
         for part in ids.split(1 << 14):
-            (page_vectors if self.kernels == "reference" else self._triton).build(self.cache, self.summaries, part)
+            (page_vectors if self.kernels == "reference" else self._build).build(self.cache, self.summaries, part)
 
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         if self.kernels == "reference":
             reference.append(self.cache, self.sequences, keys, values)
             page_vectors.finalise(self.cache, self.summaries, self.sequences)
         else:
-            self._triton.append_finalise(self.cache, self.summaries, self.sequences, keys, values)
+            self._build.append_finalise(self.cache, self.summaries, self.sequences, keys, values)
 
     def score(self, query: torch.Tensor) -> None:
         shape, recent = self.cache.shape, self.options.recent_pages
@@ -69,10 +70,10 @@ class SelectorStages:
         else:
             kept = self.options.kept_pages(shape.page_size)
             out = self.inner.scores  # type: ignore[attr-defined]
-            self._triton.score(query, shape, self.summaries, self.sequences, recent, kept, out, self.partial)
+            self._score.score(query, shape, self.summaries, self.sequences, recent, kept, out, self.partial)
             if self.partial is not None:
                 parts = self.inner.partials  # type: ignore[attr-defined]
-                self._triton.share_out(self.partial, shape, self.sequences, recent, parts)
+                self._score.share_out(self.partial, shape, self.sequences, recent, parts)
 
     def select(self) -> None:
         self.inner.select()

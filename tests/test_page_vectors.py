@@ -15,7 +15,8 @@ from locks_kernels.selectors.base import Layer, Steps
 from locks_kernels.shapes import DecodeShape, SelectOptions
 from tests.kernel_cases import DEVICE, assert_close_output, make, make_query, randn, smallest_budget
 
-triton_kernels = pytest.importorskip("locks_kernels.page_vectors_triton")
+builder = pytest.importorskip("locks_kernels.page_vectors_build")
+scorer = pytest.importorskip("locks_kernels.page_vectors_score")
 SHAPES = [DecodeShape(8, 2, 64), DecodeShape(5, 1, 128, page_size=32, dtype="float16")]
 SELECTOR = {
     "min-max": "quest-group",
@@ -55,9 +56,9 @@ def test_kernels_build_append_and_score_like_plain_torch(form: str, shape: Decod
     complete = [sequences.block_table[b, : (n - 1) // page] for b, n in enumerate(tokens) if n]
     for ids in complete:
         page_vectors.build(cache, wanted, ids)
-        triton_kernels.build(cache, found, ids.contiguous())
+        builder.build(cache, found, ids.contiguous())
     keys, values = (randn(4, shape.kv_heads, shape.head_dim, seed=seed).to(cache.keys.dtype) for seed in (1, 2))
-    triton_kernels.append_finalise(cache, found, sequences, keys, values)
+    builder.append_finalise(cache, found, sequences, keys, values)
     reference.append(cache, sequences, keys, values)
     page_vectors.finalise(cache, wanted, sequences)
     assert torch.equal(found.vectors.isnan(), wanted.vectors.isnan())
@@ -66,7 +67,7 @@ def test_kernels_build_append_and_score_like_plain_torch(form: str, shape: Decod
     query = make_query(shape, 4)
     exact = page_vectors.score(query, shape, wanted, sequences)
     out = torch.full_like(exact, float("-inf"))
-    triton_kernels.score(query, shape, wanted, sequences, 1, 3, out)
+    scorer.score(query, shape, wanted, sequences, 1, 3, out)
     assert torch.equal(out.isfinite(), exact.isfinite())
     assert torch.allclose(out, exact, atol=2e-2, rtol=2e-3)
 
@@ -76,18 +77,18 @@ def test_programs_of_several_blocks_score_every_page(monkeypatch: pytest.MonkeyP
     cache, sequences = make(shape, [16 * 75 + 5])
     summaries = PageVectors.allocate(cache, "min-max")
     page_vectors.build(cache, summaries, sequences.block_table[0, :75])
-    monkeypatch.setattr(triton_kernels, "BLOCK_P", 16)
-    monkeypatch.setattr(triton_kernels, "PROGRAMS", 2)
+    monkeypatch.setattr(scorer, "BLOCK_P", 16)
+    monkeypatch.setattr(scorer, "PROGRAMS", 2)
     query = make_query(shape, 1)
     exact = page_vectors.score(query, shape, summaries, sequences)
     out = torch.full_like(exact, float("-inf"))
-    programs, _ = triton_kernels.programs_of(shape, sequences)
+    programs, _ = scorer.programs_of(shape, sequences)
     assert programs == 3
     partial = torch.full((1, 4, programs, 2), float("nan"), device=DEVICE)
-    triton_kernels.score(query, shape, summaries, sequences, 1, 3, out, partial)
+    scorer.score(query, shape, summaries, sequences, 1, 3, out, partial)
     assert torch.allclose(out, exact, atol=2e-2, rtol=2e-3)
     parts = torch.full((1, 4, 132, 2), float("nan"), device=DEVICE)
-    triton_kernels.share_out(partial, shape, sequences, 1, parts)
+    scorer.share_out(partial, shape, sequences, 1, parts)
     found = (parts[..., 0] + parts[..., 1].log2()) * math.log(2)  # natural log
     assert torch.allclose(found, exact.logsumexp(-1)[..., None].expand(-1, -1, 132), atol=2e-2)
 

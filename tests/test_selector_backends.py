@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 from harness_fakes import bench, tiny_case, tiny_plan, tiny_workload
+from kernel_cases import DEVICE
 
 from harness import backends
 from harness.backend import Backend
 from harness.backends.selectors import Centroid, CuboidMean, MeanStdScalar, MeanStdVector, QuestGroup
+from harness.backends.window import SlidingWindow
 from harness.case import Case
 from harness.measure import measure_case
 from harness.record import Outcome
 from harness.timer import Cycle
 from harness.verify import Gate, Incorrect, check_eager
-from locks_kernels import page_vectors
+from locks_kernels import page_vectors, reference
+from locks_kernels.cache import Sequences
 from locks_kernels.selectors import SELECTORS
+from locks_kernels.shapes import DecodeShape, SelectOptions
 
 RIVALS = [QuestGroup, CuboidMean, MeanStdVector, MeanStdScalar, Centroid]
 
@@ -36,6 +40,23 @@ def gated(backend: Backend, case: Case | None = None) -> Gate:
 def test_rivals_pass_the_gate(backend: Callable[[], Backend], ctx: int) -> None:
     checks = gated(backend(), tiny_case(ctx)).record()["checks"]
     assert {"tables_sound", "kept_mass_of_best", "summary_error", "new_tokens_written"} <= set(checks)
+
+
+@pytest.mark.parametrize("ctx", [320, 327, 65, 40])
+def test_window_passes_the_gate(ctx: int) -> None:
+    assert gated(SlidingWindow(), tiny_case(ctx)).record()["checks"]["tables_are_the_window"] is True
+
+
+@pytest.mark.parametrize("tokens", [[16 * 9, 16 * 9 + 1, 5, 0], [64, 65, 80, 81]])
+def test_window_kernel_is_the_reference(tokens: list[int]) -> None:
+    window = pytest.importorskip("locks_kernels.window").window
+    shape, options = DecodeShape(4, 2, 64), SelectOptions(budget_tokens=80, sink_pages=2)
+    lens = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+    sequences = Sequences(torch.zeros(4, 10, dtype=torch.int32, device=DEVICE), lens)
+    tables = torch.full((4, 2, 5), 99, dtype=torch.int32, device=DEVICE)
+    window(tables, sequences, shape, options)
+    score = torch.arange(10, dtype=torch.float32, device=DEVICE).expand(4, 2, -1)
+    assert torch.equal(tables, reference.select(score, sequences, shape, options))
 
 
 def test_a_rival_with_stale_summaries_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
