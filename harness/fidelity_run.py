@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 from harness import prompts, trace_capture, trace_model, traces_synthetic
 from harness.errors import UserError
@@ -85,11 +88,11 @@ def run(plan: Plan, store: Store, say: Say) -> list[FidelityRecord]:
         if any(record is None for record in known.values()):
             say(f"sample {number} of {plan.samples}: {source['task']}, {source['ctx']} tokens")
             trace = make()
-            facts = {**source, **_facts(trace)}
             names = [name for name in plan.selectors if any(known[name, budget] is None for budget in plan.budgets)]
-            for record in _measured(plan, trace, facts, names, keys):
-                store.append(record)
-                known[record.selector, record.budget] = record
+            with one_thread():
+                for record in _measured(plan, trace, {**source, **_facts(trace)}, names, keys):
+                    store.append(record)
+                    known[record.selector, record.budget] = record
         records += [record for record in known.values() if record is not None]
     return records
 
@@ -100,12 +103,24 @@ def promises(plan: Plan) -> dict[str, Any]:
     trace = make()
     options = SelectOptions(budget_tokens=plan.budgets[0])
     middle = trace.layers // 2
-    return {
-        "task": source["task"],
-        "rank": THEORY_RANKS[0],
-        "blind_pair": blind_pair(trace.layer(middle), trace.steps(middle).queries[0, 0, 0], THEORY_RANKS[0]),
-        "bounds": [check_bounds(trace, rank, options).record() for rank in THEORY_RANKS],
-    }
+    with one_thread():
+        return {
+            "task": source["task"],
+            "rank": THEORY_RANKS[0],
+            "blind_pair": blind_pair(trace.layer(middle), trace.steps(middle).queries[0, 0, 0], THEORY_RANKS[0]),
+            "bounds": [check_bounds(trace, rank, options).record() for rank in THEORY_RANKS],
+        }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: selectors are thousands of small operations, for which a second one costs thirty times its use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _samples(plan: Plan) -> Iterator[tuple[dict[str, Any], Callable[[], Trace]]]:
