@@ -24,7 +24,8 @@ STAGE_SAMPLES = 5
 
 @dataclass
 class Contestant:
-    """`rounds` holds samples in time order, one list per round; `count` samples are taken in each."""
+    """`rounds` holds samples in time order, one list per round; `count` samples are taken in each, after `settling` untimed
+    ones."""
 
     case: Case
     data: Workload
@@ -33,6 +34,7 @@ class Contestant:
     cycle: Cycle
     run: Run
     count: int
+    settling: int
     rounds: list[list[float]] = field(default_factory=list)
     timed_s: float = 0.0
     spent_s: float = 0.0
@@ -43,14 +45,16 @@ class Contestant:
         """Steps of one sample."""
         return self.level.steps * len(self.cycle.phases)
 
-    def round(self, rule: StoppingRule, clock_s: Callable[[], float]) -> None:
-        """Take the samples of one round; the first reason to stop stays."""
+    def round(self, rule: StoppingRule, clock_s: Callable[[], float], disturbed: bool) -> None:
+        """Take the samples of one round; the latest reason to stop stays.  disturbed: another backend ran last."""
         start = clock_s()
+        if disturbed and self.settling:
+            self.run.samples(self.settling)
         samples = self.run.samples(self.count)
         self.spent_s += clock_s() - start
         self.timed_s += sum(samples) * self.steps * 1e-9
         self.rounds.append(samples)
-        self.stop_reason = self.stop_reason or rule.reason(self.rounds, self.timed_s, self.spent_s)
+        self.stop_reason = rule.reason(self.rounds, self.timed_s, self.spent_s) or self.stop_reason
 
     def finish(self, record: Record, timer: Timer) -> None:
         """Fill in what only a timed backend has."""
@@ -92,7 +96,8 @@ def prepare(
     check_graph(gate, run, eager, cycle, case.level)
     record.gate = gate.record()
     steps = level.steps * len(cycle.phases)
-    return Contestant(case, data, backend, level, cycle, run, warm_up(run.samples, rule, steps, clock_s))
+    sample_s = warm_up(run.samples, rule, steps, clock_s)
+    return Contestant(case, data, backend, level, cycle, run, rule.samples(sample_s), rule.settling(sample_s))
 
 
 def level_bytes(case: Case, backend: Backend, level: LevelLaunch) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -98,7 +99,6 @@ def measure_case(
     finally:
         torch.set_num_threads(threads)
         run.running.clear()
-        _free_memory(case)
     return list(run.records.values())
 
 
@@ -159,18 +159,24 @@ class _CaseRun:
             self._settle(name, error, "before timing")
 
     def _rounds(self, meters: CaseMeters) -> None:
-        """Rounds in seeded shuffled order until every backend has a reason to stop; all go on together, so that rounds pair."""
-        shuffle = random.Random(self.case.seed)
-        while any(contestant.stop_reason is None for contestant in self.running.values()):
-            order = list(self.running)
-            shuffle.shuffle(order)
-            for name in order:
+        """Rounds until every backend has a reason to stop; the others go on with it, so that rounds pair, unless they have
+        spent their time.
+        """
+        rule, shuffle, before = self.bench.rule, random.Random(self.case.seed), None
+        for number in itertools.count():
+            if all(contestant.stop_reason for contestant in self.running.values()):
+                return
+            for name in _order([name for name, one in self.running.items() if not self._spent(one)], number, shuffle):
                 try:
-                    self.running[name].round(self.bench.rule, self.bench.clock_s)
+                    self.running[name].round(rule, self.bench.clock_s, disturbed=name != before)
                     meters.round(name)
                 except Exception as error:
                     del self.running[name]
                     self._settle(name, error, "while it was timed")
+                before = name
+
+    def _spent(self, contestant: Contestant) -> bool:
+        return contestant.stop_reason is not None and self.bench.rule.exhausted(contestant.spent_s)
 
     def _settle(self, name: str, error: Exception, when: str) -> None:
         fail(self.records[name], error, when)
@@ -179,7 +185,18 @@ class _CaseRun:
             raise DeviceLost([record for other, record in self.records.items() if other in self.settled]) from error
 
 
-def _free_memory(case: Case) -> None:
+def _order(names: list[str], number: int, shuffle: random.Random) -> list[str]:
+    """Of round `number`: shuffled; two take turns at being first (ABBA), which cancels a steady drift."""
+    if len(names) == 2:
+        return names[::-1] if number % 2 else names
+    shuffle.shuffle(names)
+    return names
+
+
+def free_memory(case: Case) -> None:
+    """Give back what a case held, for the memory plan of the next, which is made in another process.  Its backends must be
+    gone by now: they hold its caches.
+    """
     if case.level == "token":
         from harness.token_level import release_weights
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from harness.stats import half_width, round_medians
 
 MOST_WINDOWS = 64  # of a warm-up, and ...
 MOST_ROUNDS = 1000  # ... of a measurement, even if the clock stands still
+LEAST_ROUNDS = 3  # however long they take: one round has no interval
+MOST_SETTLING = 1000  # samples, even if they take no time
 
 
 @dataclass(frozen=True)
@@ -17,10 +20,15 @@ class StoppingRule:
     """Limits of one backend in one case.
 
     half_width    of the bootstrap interval of the median over rounds, relative
+    rounds        least number of them
     timed_s       least time spent in timed launches
     limit_s       most time spent on rounds, whatever the interval
     round_s       timed launches of one round aim at this
+    settle_s      untimed launches before those of a round, where another backend ran last: what that one drew from the power
+                  supply holds the clocks down for tens of ms.  On an H200 LOCKS took 9 % longer just after FlashAttention-3,
+                  3 % longer after 60 ms, and as long as ever after any other backend
     warm_s        most time spent on warming up
+    samples_per_round  at most
     """
 
     half_width: float = 0.005
@@ -28,8 +36,9 @@ class StoppingRule:
     timed_s: float = 0.5
     limit_s: float = 15.0
     round_s: float = 0.05
+    settle_s: float = 0.1
     warm_s: float = 1.0
-    samples_per_round: int = 64
+    samples_per_round: int = 256
 
     def reason(self, rounds: Sequence[Sequence[float]], timed_s: float, spent_s: float) -> str | None:
         """Which condition ends the measurement now, in words for the row, or None."""
@@ -37,10 +46,14 @@ class StoppingRule:
             width = half_width(round_medians(rounds))
             if width < self.half_width:
                 return f"interval: half width {width:.2%} of the median after {len(rounds)} rounds"
-        if spent_s >= self.limit_s or len(rounds) >= MOST_ROUNDS:
+        if (self.exhausted(spent_s) and len(rounds) >= LEAST_ROUNDS) or len(rounds) >= MOST_ROUNDS:
             width = half_width(round_medians(rounds))
             return f"limit: {spent_s:.1f} s spent, half width {width:.2%} of the median after {len(rounds)} rounds"
         return None
+
+    def exhausted(self, spent_s: float) -> bool:
+        """Whether a backend that has spent so long on rounds leaves the others to go on without it."""
+        return spent_s >= self.limit_s
 
     def samples(self, sample_s: float) -> int:
         """Samples of one round for a backend whose sample takes `sample_s`; finite whatever a timer says."""
@@ -48,13 +61,21 @@ class StoppingRule:
             return self.samples_per_round
         return max(1, round(self.round_s / sample_s))
 
+    def settling(self, sample_s: float) -> int:
+        """Untimed samples before them."""
+        if self.settle_s <= 0:
+            return 0
+        if sample_s * MOST_SETTLING <= self.settle_s:
+            return MOST_SETTLING
+        return math.ceil(self.settle_s / sample_s)
+
 
 # A CPU row is no performance claim, so it is not worth much waiting.
-CPU_RULE = StoppingRule(rounds=5, timed_s=0.1, limit_s=1.0, warm_s=0.2, samples_per_round=8)
+CPU_RULE = StoppingRule(rounds=5, timed_s=0.1, limit_s=1.0, settle_s=0.0, warm_s=0.2, samples_per_round=8)
 
 
-def warm_up(samples: Callable[[int], list[float]], rule: StoppingRule, steps: int, clock_s: Callable[[], float]) -> int:
-    """Launch until two windows in a row agree, or the time is over; returns how many samples one round takes.
+def warm_up(samples: Callable[[int], list[float]], rule: StoppingRule, steps: int, clock_s: Callable[[], float]) -> float:
+    """Launch until two windows in a row agree, or the time is over; returns the time of a sample in seconds.
 
     steps: of one sample; ns per step times this is the time of a sample.
     """
@@ -68,4 +89,4 @@ def warm_up(samples: Callable[[int], list[float]], rule: StoppingRule, steps: in
         if clock_s() - start >= rule.warm_s:
             break
         before = window
-    return rule.samples(window * steps * 1e-9)
+    return window * steps * 1e-9

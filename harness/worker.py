@@ -14,7 +14,7 @@ from typing import Any
 
 from harness import backends
 from harness.case import Case
-from harness.measure import Bench, DeviceLost, measure_case
+from harness.measure import Bench, DeviceLost, free_memory, measure_case
 from harness.memory import MemoryPlan
 from harness.meters.session import open_meters
 from harness.record import Record
@@ -84,6 +84,9 @@ class InProcess:
             return measure_case(job.case, job.plan, made, job.keys, self._bench, on_backend)
         except DeviceLost as lost:
             return lost.settled
+        finally:
+            made.clear()
+            free_memory(job.case)
 
     def close(self) -> None:
         pass

@@ -183,7 +183,7 @@ def test_stage_times_are_marginal_and_add_up() -> None:
 def test_rounds_pair_the_backends_in_a_seeded_order() -> None:
     def orders(seed: int) -> list[list[int]]:
         timer = FakeTimer()
-        rule = StoppingRule(rounds=6, timed_s=0.0, round_s=0.0, warm_s=0.0)
+        rule = StoppingRule(rounds=6, timed_s=0.0, round_s=0.0, settle_s=0.0, warm_s=0.0)
         measure({"a": Sdpa(), "b": Sdpa(), "c": Sdpa()}, tiny_case(seed=seed), timer=timer, rule=rule)
         captured = timer.runs[1::2][:3]  # an eager run, then the captured one, for each backend
         calls = sorted((at, index) for index, run in enumerate(captured) for at in run.called_at[-6:])
@@ -273,7 +273,7 @@ def test_warm_up_ends_when_windows_agree_or_time_is_over() -> None:
         calls.append(count)
         return [next(falling)] * count
 
-    assert warm_up(samples, rule, 10, lambda: 0.0) == 5  # 10 steps of 1 ms: five samples of a 50 ms round
+    assert rule.samples(warm_up(samples, rule, 10, lambda: 0.0)) == 5  # 10 steps of 1 ms: five samples of a 50 ms round
     assert len(calls) == 5
     drifting = itertools.count(1e6, 1e5)
     assert warm_up(lambda count: [float(next(drifting))], rule, 1, lambda: next(clock) * 0.3) > 0

@@ -1,0 +1,149 @@
+"""Rounds: what one backend leaves behind for the next, whose turn it is, and when a slow one stops holding up the others."""
+
+from __future__ import annotations
+
+import math
+import random
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from harness_fakes import FakeRun, FakeTimer, Zeros, bench, tiny_case, tiny_plan
+
+from harness import measure, worker
+from harness.backend import Backend
+from harness.backends.locks import Locks
+from harness.backends.sdpa import Sdpa
+from harness.level import LevelLaunch
+from harness.measure import measure_case
+from harness.record import Record
+from harness.stats import median_interval
+from harness.stopping import CPU_RULE, LEAST_ROUNDS, StoppingRule
+from harness.timer import Cycle
+from harness.worker import InProcess, Job
+
+MS = 1e6  # ns
+LAUNCHES = 2  # of the tiny plan: steps of one sample
+
+
+class Hot(Sdpa):
+    """Draws so much power that the clocks are low after it."""
+
+
+class Card:
+    """A clock that only launches move, and a GPU whose clocks recover within tens of ms after a hot backend."""
+
+    def __init__(self) -> None:
+        self.seconds, self.slow, self.noise = 0.0, 0.0, random.Random(1)
+        self.turns: list[str] = []
+
+    def sample(self, name: str, base_ns: float) -> float:
+        taken = base_ns * (1 + self.slow) * self.noise.gauss(1.0, 0.001)
+        self.seconds += taken * LAUNCHES * 1e-9
+        self.slow = 0.1 if name == "hot" else self.slow * math.exp(-taken * LAUNCHES * 1e-9 / 0.03)
+        return taken
+
+
+class CardTimer(FakeTimer):
+    """Each backend's own time on one card, known by the order in which backends are prepared."""
+
+    def __init__(self, card: Card, times_ms: dict[str, float]) -> None:
+        super().__init__()
+        self.card, self.times_ms, self.waiting = card, times_ms, list(times_ms)
+
+    def capture(self, level: LevelLaunch, cycle: Cycle) -> FakeRun:
+        name, card = self.waiting.pop(0), self.card
+        run = FakeRun(level, cycle, lambda: card.sample(name, self.times_ms[name] * MS))
+        self.runs.append(run)
+        plain = run.samples
+
+        def samples(count: int) -> list[float]:
+            card.turns.append(name)
+            return plain(count)
+
+        run.samples = samples  # type: ignore[method-assign]
+        return run
+
+
+def on_card(times_ms: dict[str, float], rule: StoppingRule) -> tuple[dict[str, Record], Card]:
+    card, case = Card(), tiny_case()
+    made: dict[str, Backend] = {name: Hot() if name == "hot" else Sdpa() for name in times_ms}
+    shared = bench(CardTimer(card, times_ms), rule=rule, clock_s=lambda: card.seconds)
+    records = measure_case(case, tiny_plan(case, LAUNCHES), made, dict.fromkeys(made, "k"), shared, lambda name: None)
+    return {record.backend: record for record in records}, card
+
+
+def test_a_backend_settles_before_it_is_timed_after_a_hot_one() -> None:
+    times = {"hot": 0.5, "a": 1.0, "b": 2.0}
+    settled, card = on_card(times, StoppingRule())
+    carried, card_before = on_card(times, replace(StoppingRule(), settle_s=0.0))
+    for name in ("a", "b"):
+        rounds = settled[name].rounds_ns or []
+        assert len(rounds) <= 20
+        assert median_interval(rounds)[0] == pytest.approx(times[name] * MS, rel=0.004)
+        assert max(map(min, rounds)) < times[name] * MS * 1.01, "no round is slow from beginning to end"
+        assert max(map(min, carried[name].rounds_ns or [])) > times[name] * MS * 1.02
+    assert len(carried["a"].rounds_ns or []) > 5 * len(settled["a"].rounds_ns or [])
+    assert card.seconds < card_before.seconds / 2, "settling costs less than the rounds that it saves"
+
+
+def test_a_backend_that_follows_itself_has_nothing_to_settle() -> None:
+    rule = StoppingRule()
+    record, card = on_card({"alone": 1.0}, rule)
+    rounds = record["alone"].rounds_ns or []
+    assert len(rounds) == rule.rounds
+    assert card.turns.count("alone") <= len(rounds) + 5, "its warm-up, one settling, its rounds"
+
+
+def test_two_backends_take_turns_at_being_first() -> None:
+    _, card = on_card({"a": 1.0, "b": 1.0}, replace(StoppingRule(), settle_s=0.0))
+    assert "".join(card.turns[-8:]) in ("abbaabba", "baabbaab")
+
+
+def test_a_slow_backend_that_spent_its_time_does_not_run_on_with_the_others() -> None:
+    rule = replace(StoppingRule(), limit_s=1.0, half_width=1e-9)  # no interval is so narrow
+    records, _ = on_card({"quick": 1.0, "slow": 300.0}, rule)
+    quick, slow = (records[name].rounds_ns or [] for name in ("quick", "slow"))
+    assert len(slow) == LEAST_ROUNDS < len(quick)
+    for name, rounds in (("quick", quick), ("slow", slow)):
+        reason = records[name].stop_reason or ""
+        assert reason.startswith("limit") and f"after {len(rounds)} rounds" in reason and "inf" not in reason
+
+
+def test_the_reason_to_stop_speaks_of_all_rounds() -> None:
+    records, _ = on_card({"hot": 1.0, "a": 1.0, "b": 3.0}, replace(StoppingRule(), settle_s=0.0))
+    counts = {len(record.rounds_ns or []) for record in records.values()}
+    assert len(counts) == 1
+    assert f"after {counts.pop()} rounds" in (records["hot"].stop_reason or "")
+
+
+def test_settling_is_bounded_and_none_on_a_cpu() -> None:
+    rule = StoppingRule()
+    assert rule.settling(0.0) == rule.settling(1e-12) == 1000
+    assert (rule.settling(0.03), rule.settling(5.0)) == (4, 1)
+    assert CPU_RULE.settling(0.01) == 0
+
+
+def test_backends_are_gone_before_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the caches: what is freed while they live stays allocated, and the next case is planned for a full GPU."""
+    alive: list[weakref.ref[Backend]] = []
+    found: list[int] = []
+
+    def make(name: str) -> Backend:
+        backend = {"sdpa": Sdpa, "locks": Locks, "zeros": Zeros}[name]()
+        alive.append(weakref.ref(backend))
+        return backend
+
+    def collected() -> int:
+        found.append(sum(one() is not None for one in alive))
+        return 0
+
+    case = tiny_case()
+    with monkeypatch.context() as patch:
+        patch.setattr(measure.gc, "collect", collected)
+        InProcess(bench(), make).measure(
+            Job(case, tiny_plan(case), dict.fromkeys(("sdpa", "locks", "zeros"), "k")), lambda name: None
+        )
+    assert len(alive) == 3 and found[-1] == 0
+    assert worker.free_memory is measure.free_memory and torch.get_num_threads() >= 1
