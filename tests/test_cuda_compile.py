@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from locks_kernels.cuda.launch import ATTEND_RING, Launch
 from locks_kernels.cuda.program import compile_cubin
-from locks_kernels.cuda.stages import ATTEND_RING, Launch
 from locks_kernels.shapes import DecodeShape
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
@@ -34,7 +34,7 @@ REGISTERS = {
     "score": {"llama": 104, "glm": 88, "mqa": 128, "wide": 128, "narrow": 112, "long pages": 112},
     "select_pages": {"llama": 72, "glm": 88, "mqa": 128, "wide": 72, "narrow": 72, "long pages": 72},
     "attend": {"llama": 200, "glm": 200, "mqa": 200, "wide": 240, "narrow": 128, "long pages": 200},
-    "build": {"llama": 128, "glm": 128, "mqa": 128, "wide": 255, "narrow": 128, "long pages": 255},
+    "build": {"llama": 152, "glm": 152, "mqa": 152, "wide": 255, "narrow": 128, "long pages": 255},
     "append_finalise": {"llama": 104, "glm": 104, "mqa": 112, "wide": 240, "narrow": 80, "long pages": 255},
 }
 

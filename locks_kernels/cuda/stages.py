@@ -1,131 +1,25 @@
-"""The CUDA stages behind `LocksDecoder`: workspace, launch shapes, launches.  What a kernel does is told in its .cu file."""
+"""The CUDA stages behind `LocksDecoder`: workspace and launches (shapes: launch.py).  Each .cu file tells what its kernel does."""
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from locks_kernels.cache import PagedCache, Sequences
+from locks_kernels.cuda.launch import (
+    APPEND_WARPS,
+    ATTEND_WARPS,
+    GROUP_PAGES,
+    LARGEST_CLUSTER,
+    PORTABLE_CLUSTER,
+    SELECT_HISTOGRAM_BYTES,
+    SELECT_THREADS,
+    Launch,
+)
 from locks_kernels.cuda.program import Kernel
 from locks_kernels.decode import Stages
-from locks_kernels.shapes import DecodeShape, SelectOptions
-from locks_kernels.summary import RecordLayout
-
-PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
-GROUP_PAGES = 8  # pages that a warp of the scorer takes at a time
-SCORE_WARPS = 8  # that compute, and KV heads per block at most
-RESERVED_SHARED_BYTES = 4096  # static shared memory and what the driver keeps for itself
-SCORE_LEAVES_BYTES = 65536  # of an SM's shared memory, for the selection's block to be there when the last score is written
-SELECT_THREADS, SELECT_STATIC_BYTES, SELECT_HISTOGRAM_BYTES = 512, 20480, 16384
-SLICE_PAGES = 2048  # pages below which another block of the selection's cluster does not pay
-APPEND_WARPS = 2
-ATTEND_WARPS, ATTEND_RING, ATTEND_STATIC_BYTES = 8, 3, 16384
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Launch shapes of one cache, from its shape, the batch and the device alone."""
-
-    shape: DecodeShape
-    batch: int
-    max_pages: int
-    kept: int
-    sm_count: int
-    shared_bytes: int  # a block may ask for
-
-    @cached_property
-    def macros(self) -> dict[str, object]:
-        """Compile-time parameters that all kernels share (common.cuh)."""
-        shape = self.shape
-        return {
-            "D": shape.head_dim,
-            "PAGE": shape.page_size,
-            "R": shape.rank,
-            "G": shape.group,
-            "FP16": int(shape.dtype == "float16"),
-            "SOFTMAX_SCALE": f"{shape.softmax_scale!r}f",
-        }
-
-    @cached_property
-    def score_macros(self) -> dict[str, object]:
-        few = self.shape.head_dim <= 128 and self.shape.group <= 4
-        return {
-            **self.macros,
-            "HEADS": self.score_heads,
-            "WARPS": self.score_heads * self.score_subs,
-            "UNROLL": 4 if few else 2,  # pairs of pages, or pages, in flight a warp
-            "SHARED_BYTES": self.score_ring_bytes,
-        }
-
-    @cached_property
-    def score_heads(self) -> int:
-        """KV heads that one block of the scorer takes: the largest divisor of H up to 8."""
-        return max(n for n in range(1, SCORE_WARPS + 1) if self.shape.kv_heads % n == 0)
-
-    @cached_property
-    def score_subs(self) -> int:
-        """Warps per head.  Groups over 4 heads need more arithmetic a page; over 8, or wide heads, the registers of 8 warps."""
-        twice = 4 < self.shape.group <= 8 and self.shape.head_dim <= 128
-        return SCORE_WARPS * (2 if twice else 1) // self.score_heads
-
-    @cached_property
-    def score_ring_bytes(self) -> int:
-        stage = GROUP_PAGES * self.score_heads * RecordLayout.of(self.shape).record_bytes
-        fits, spares = (
-            bytes // stage for bytes in (self.shared_bytes - RESERVED_SHARED_BYTES, self.shared_bytes - SCORE_LEAVES_BYTES)
-        )
-        return max(spares, min(fits, 2)) * stage
-
-    @cached_property
-    def score_blocks(self) -> int:
-        groups = self.batch * -(-self.max_pages // GROUP_PAGES)
-        return max(1, min(self.sm_count // (self.shape.kv_heads // self.score_heads), groups))
-
-    def select_cluster(self, largest: int) -> int:
-        """Blocks per (sequence, KV head): up to two per SM while slices are long, more while a slice does not fit."""
-        units, blocks = self.batch * self.shape.kv_heads, 1
-        capacity = (self.shared_bytes - SELECT_STATIC_BYTES - SELECT_HISTOGRAM_BYTES) // 4 - 256
-        while blocks < largest and (
-            -(-self.max_pages // blocks) > capacity
-            or (blocks * units <= self.sm_count and self.max_pages >= 2 * blocks * SLICE_PAGES)
-        ):
-            blocks *= 2
-        return blocks
-
-    def attend_cluster(self, largest: int) -> int:
-        """Blocks per (sequence, KV head): more while SMs are free and every warp still has a tile of 16 tokens."""
-        units, blocks = self.batch * self.shape.kv_heads * self.attend_parts, 1
-        tiles = self.kept * self.shape.page_size // 16
-        while blocks < largest and 2 * blocks * units <= self.sm_count and tiles >= 2 * blocks * ATTEND_WARPS:
-            blocks *= 2
-        return blocks
-
-    def attend_stages(self, blocks: int) -> int:
-        """Tiles in a warp's ring: no more than it has, and what fits beside the merge buffers."""
-        tiles = -(-self.kept * self.shape.page_size // (16 * blocks * ATTEND_WARPS))
-        fits = (self.shared_bytes - ATTEND_STATIC_BYTES) // (ATTEND_WARPS * self._attend_tile_bytes)
-        return max(1, min(ATTEND_RING, tiles, fits))
-
-    @property
-    def _attend_tile_bytes(self) -> int:
-        return 16 * 2 * (self.shape.head_dim + min(self.shape.head_dim, 128))
-
-    def attend_shared_bytes(self, stages: int) -> int:
-        partial_outputs = 4 * self.shape.group * min(self.shape.head_dim, 128)
-        return ATTEND_WARPS * max(stages * self._attend_tile_bytes, partial_outputs)
-
-    @property
-    def build_warps(self) -> int:
-        """Warps per block of the builder; two pages of 64 tokens fill its shared memory."""
-        return 2 if self.shape.page_size == 64 else 4
-
-    @property
-    def attend_parts(self) -> int:
-        """Blocks that share an output row, 128 channels each."""
-        return max(1, self.shape.head_dim // 128)
+from locks_kernels.shapes import SelectOptions
 
 
 class CudaStages:
