@@ -153,6 +153,37 @@ def test_score_survives_logits_that_overflow(kernels: str) -> None:
     assert ((stages.scores[0, :, :5] - expected) / expected).abs().max() < 1e-3
 
 
+@pytest.mark.skipif(not ON_GPU, reason="needs records that come slowly from a GPU's memory")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DecodeShape(8, 1),  # more stages than warps a head, no multiple of them
+        DecodeShape(40, 5, page_size=32),
+        DecodeShape(32, 4, page_size=64),  # fewer stages than the warps that would help
+        DecodeShape(8, 1, page_size=64),
+        DecodeShape(32, 16, head_dim=256, page_size=64),  # two stages do not fit for eight heads
+    ],
+    ids=named,
+)
+def test_score_by_several_warps_a_head(kernels: str, shape: DecodeShape) -> None:
+    pages = 4000
+    cache = empty_cache(shape, pages)
+    cache.keys.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(1)).int().to(DEVICE).view(2, -1)
+    sequences = Sequences(table, torch.tensor((pages // 2 * shape.page_size, 999 * shape.page_size), device=DEVICE).int())
+    query = make_query(shape, 2)
+    stages = make_stages(kernels, cache, sequences)
+    stages.build(table.flatten())
+    expected = reference.score(query, cache, sequences)
+    for _ in range(20):
+        torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE).fill_(1)  # nothing is left in the second-level cache
+        stages.scores.fill_(float("nan"))
+        stages.score(query)
+        found = scores_of(stages, cache, sequences, smallest_budget(shape))
+        live = expected > float("-inf")
+        assert (found - expected)[live].abs().max() < SCORE_ERROR
+
+
 @pytest.mark.parametrize("combine", COMBINES)
 @pytest.mark.parametrize("group", (1, 4, 7))
 def test_select_random(kernels: str, group: int, combine: str) -> None:

@@ -56,22 +56,30 @@ class Launch:
 
     @cached_property
     def score_heads(self) -> int:
-        """KV heads that one block of the scorer takes: the largest divisor of H up to 8."""
-        return max(n for n in range(1, SCORE_WARPS + 1) if self.shape.kv_heads % n == 0)
+        """KV heads that one block of the scorer takes: the largest divisor of H up to 8 that leaves room for two stages."""
+        fitting = (self.shared_bytes - RESERVED_SHARED_BYTES) // (2 * self._score_stage_bytes(1))
+        return max(n for n in range(1, min(SCORE_WARPS, fitting) + 1) if self.shape.kv_heads % n == 0)
 
     @cached_property
     def score_subs(self) -> int:
-        """Warps per head.  Groups over 4 heads need more arithmetic a page; over 8, or wide heads, the registers of 8 warps."""
+        """Warps per head, at most one for each stage of the ring (score.cu).
+
+        Groups over 4 heads need more arithmetic a page; over 8, or wide heads, the registers of 8 warps.
+        """
         twice = 4 < self.shape.group <= 8 and self.shape.head_dim <= 128
-        return SCORE_WARPS * (2 if twice else 1) // self.score_heads
+        return min(SCORE_WARPS * (2 if twice else 1) // self.score_heads, self.score_stages)
+
+    @cached_property
+    def score_stages(self) -> int:
+        """Groups of pages in the scorer's ring: what leaves SCORE_LEAVES_BYTES free, but two in any case."""
+        return max((self.shared_bytes - SCORE_LEAVES_BYTES) // self._score_stage_bytes(self.score_heads), 2)
 
     @cached_property
     def score_ring_bytes(self) -> int:
-        stage = GROUP_PAGES * self.score_heads * RecordLayout.of(self.shape).record_bytes
-        fits, spares = (
-            bytes // stage for bytes in (self.shared_bytes - RESERVED_SHARED_BYTES, self.shared_bytes - SCORE_LEAVES_BYTES)
-        )
-        return max(spares, min(fits, 2)) * stage
+        return self.score_stages * self._score_stage_bytes(self.score_heads)
+
+    def _score_stage_bytes(self, heads: int) -> int:
+        return GROUP_PAGES * heads * RecordLayout.of(self.shape).record_bytes
 
     @cached_property
     def score_blocks(self) -> int:

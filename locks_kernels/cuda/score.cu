@@ -27,7 +27,7 @@ constexpr int THREADS = 32 * (CONSUMERS + 1);
 constexpr int PAGE_BYTES = HEADS * RECORD;
 constexpr int STAGE_BYTES = GROUP_PAGES * PAGE_BYTES;
 constexpr int STAGES = SHARED_BYTES / STAGE_BYTES;
-static_assert(STAGES >= 1, "a stage does not fit in shared memory");
+static_assert(STAGES >= SUBS, "a warp would wait for a slot that is several rounds behind");
 
 constexpr int STEPS = D / 32;            // 32-channel steps of the projection
 constexpr bool PAIRED = G <= 4;          // two pages share one A operand
@@ -389,6 +389,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
             for (; page < stop; page += GROUP_PAGES) {
                 if (turn == sub) {
+                    // A barrier's parity tells a round from the one before only when that one is over.  If it was another warp's,
+                    // its copies may still be on their way, overtaken by later ones: wait until that warp has given the slot back.
+                    if (STAGES % SUBS) barrier_wait(shared_address(&empty[slot]), (round & 1) ^ 1);
                     barrier_wait(shared_address(&full[slot]), round & 1);
                     const uint8* records = stages + slot * STAGE_BYTES + (warp % HEADS) * RECORD;
                     const int lane_page = page + 2 * quad + (PAIRED ? row / 4 : 0);

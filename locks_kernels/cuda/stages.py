@@ -1,4 +1,4 @@
-"""The CUDA stages behind `LocksDecoder`: workspace and launches (shapes: launch.py).  Each .cu file tells what its kernel does."""
+"""The CUDA stages behind `LocksDecoder`: workspace and launches (launch.py has their shapes, a .cu file what a kernel does)."""
 
 from __future__ import annotations
 
