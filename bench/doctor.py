@@ -151,7 +151,7 @@ def _compiler() -> Finding:
 def _counters() -> Finding:
     if shutil.which("ncu") is None:
         return Finding(
-            "counters", False, "Nsight Compute (ncu) is not on PATH", "install it to measure bytes; latency needs it not"
+            "counters", False, "Nsight Compute (ncu) is not on PATH", "install it to measure bytes; latency does not need it"
         )
     restricted = DRIVER_PARAMETERS.exists() and "RmProfilingAdminOnly: 1" in DRIVER_PARAMETERS.read_text()
     fix = "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
@@ -164,10 +164,10 @@ def _meters() -> Finding:
     from harness.meters.session import GpuMeters, open_meters
 
     if environment.gpu() is None:
-        return Finding("meters", False, "no GPU to read", "latency needs them not")
+        return Finding("meters", False, "no GPU to read", "latency does not need them")
     meters = open_meters("cuda")
     if not isinstance(meters, GpuMeters):
-        return Finding("meters", False, meters.reason or "", "energy and clocks stay unknown; latency needs them not")
+        return Finding("meters", False, meters.reason or "", "energy and clocks stay unknown; latency does not need them")
     gpu = meters.gpu
     idle = "unknown" if meters.idle_w is None else f"{meters.idle_w:.0f} W"
     lacks = f"; lacks {', '.join(sorted(gpu.missing))}" if gpu.missing else ""

@@ -8,6 +8,7 @@ import typer
 
 from bench import arguments, output, request
 from bench.execute import Wishes, execute, open_store
+from bench.options import Device, RowsJson, StoreDirectory, Strict, TimeBudget
 from harness import backends as known_backends
 from reports.table import NO_CLAIM
 
@@ -26,18 +27,16 @@ def latency(
     rank: Annotated[int, typer.Option(help="Rank of the page summaries: 2, 4, 8.")] = 8,
     page_size: Annotated[int, typer.Option(help="Tokens per page: 16, 32, 64.")] = 16,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Seed of contents, page order and order of rounds.")] = 0,
-    store: Annotated[str, typer.Option(metavar="DIR", help="Where records are kept; what it holds is not measured again.")] = (
-        "results"
-    ),
-    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - is stdout.")] = None,
-    time_budget: Annotated[str | None, typer.Option(help="Bound on the whole sweep, such as 10m.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a row is not OK or was left out.")] = False,
+    store: StoreDirectory = "results",
+    json_to: RowsJson = None,
+    time_budget: TimeBudget = None,
+    strict: Strict = False,
 ) -> None:
     """Measure the latency of one decode step."""
     asked = request.Request(ctx, batch, model, level, budget, kv, combine, rank, page_size, dtype, seed)
-    seconds = arguments.seconds(time_budget, "--time-budget") if time_budget else None
+    seconds = arguments.seconds(time_budget, "--time-budget") if time_budget is not None else None
     output.check_target(json_to)
     used = request.device_of(device)
     cases = request.cases(asked, used)

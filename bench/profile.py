@@ -28,7 +28,7 @@ def profile(
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 if the profile or its bytes are not as they should.")
-    ] = (False),
+    ] = False,
 ) -> None:
     """Run one stored case once more under a profiler; its bytes stand beside the analytic ones."""
     output.check_target(json_to)

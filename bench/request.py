@@ -16,6 +16,7 @@ Device = Literal["cuda", "cpu"]
 DEFAULT_CTX = {"cuda": "8K,32K,128K", "cpu": "2K"}
 DEFAULT_BUDGET = {"cuda": "2048", "cpu": "512"}
 LEVELS = ("attention", "token")
+MAX_SEED = 2**63 - 1  # of torch's generators
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,15 @@ def cases(request: Request, device: Device) -> list[Case]:
     """All cells, by context, then batch.  UserError or ShapeError for the first that cannot be."""
     if request.level not in LEVELS:
         raise UserError(f"unknown level {request.level!r}; {nearest(request.level, LEVELS)}")
+    if not 0 <= request.seed <= MAX_SEED:
+        raise UserError(f"seed {request.seed} is out of range; use 0 to {MAX_SEED}")
     select = SelectOptions(
-        budget_tokens=arguments.size(request.budget or DEFAULT_BUDGET[device], "--budget"),
+        budget_tokens=arguments.size(DEFAULT_BUDGET[device] if request.budget is None else request.budget, "--budget"),
         combine=cast(Combine, request.combine),
     )
     model = find_model(request.model)
     result = []
-    for ctx in arguments.sizes(request.ctx or DEFAULT_CTX[device], "--ctx"):
+    for ctx in arguments.sizes(DEFAULT_CTX[device] if request.ctx is None else request.ctx, "--ctx"):
         for batch in arguments.sizes(request.batch, "--batch"):
             case = Case(
                 level=cast(Level, request.level),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bench import arguments, output
+from bench.options import RowsJson
 from harness.errors import UserError
 from harness.store import load
 from reports.rows import rows
@@ -20,17 +21,17 @@ def show(
     model: Annotated[str | None, typer.Option(help="Only these models.")] = None,
     level: Annotated[str | None, typer.Option(help="Only these levels.")] = None,
     backend: Annotated[str | None, typer.Option("--backend", "--backends", help="Only these backends.")] = None,
-    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - is stdout.")] = None,
+    json_to: RowsJson = None,
 ) -> None:
     """Show the rows of stored records: same columns and --json as `latency`."""
     output.check_target(json_to)
     wanted: dict[str, Container[object]] = {}
-    if ctx:
+    if ctx is not None:
         wanted["ctx"] = arguments.sizes(ctx, "--ctx")
-    if batch:
+    if batch is not None:
         wanted["batch"] = arguments.sizes(batch, "--batch")
     for name, text in (("model", model), ("level", level), ("backend", backend)):
-        if text:
+        if text is not None:
             wanted[name] = arguments.names(text)
     # Filtered after rows() has compared each with its dense rivals, which the filter may leave out.
     table = rows(load(stores, output.say))

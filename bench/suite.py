@@ -46,6 +46,7 @@ AXES: dict[str, Any] = {  # with the value of a grid that does not name it; None
     "dtype": "bfloat16",
     "seed": 0,
 }
+SIZES = ("ctx", "batch", "budget")  # written as numbers or as on the command line
 TOP = ("title", "device", "backends", "grid", "skip")
 
 
@@ -84,7 +85,7 @@ class Suite:
                     known = found.setdefault(case, [])
                     known += [name for name in chosen if name not in known]
         if not found:
-            raise UserError(f"suite {self.name}: its skip rules leave no cell")
+            raise UserError(f"suite {self.name}: empty axes or its skip rules leave no cell")
         return found
 
     @staticmethod
@@ -101,7 +102,7 @@ def load_suite(wanted: str) -> Suite:
     """By name, or by path of a TOML file.  UserError says what is wrong with it."""
     file = Path(wanted) if wanted.endswith(".toml") else SUITES / f"{wanted}.toml"
     if not file.exists():
-        raise UserError(f"no suite {wanted!r}; {nearest(wanted, names())}, or give the path of a .toml file")
+        raise UserError(f"no suite {wanted!r}; {nearest(wanted, names(), 'the path of a .toml file')}")
     try:
         return _suite(file.stem, tomllib.loads(file.read_text()))
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
@@ -112,15 +113,43 @@ def load_suite(wanted: str) -> Suite:
 
 def _suite(name: str, data: dict[str, Any]) -> Suite:
     _known(data, TOP, "")
-    for grid in data["grid"]:
+    if data.get("device") not in (None, "cuda", "cpu"):
+        raise ValueError(f"device {data['device']!r} is not known; use cuda or cpu, or leave it out")
+    for grid in _tables(data["grid"], "grid"):
         _known(grid, (*AXES, "backends"), "[[grid]] ")
+        _typed(grid, "[[grid]] ")
+        _names(grid)
     skips = []
-    for table in data.get("skip", []):
+    for table in _tables(data.get("skip", []), "skip"):
         _known(table, ("where", "reason", "backends"), "[[skip]] ")
-        _known(table["where"], tuple(AXES), "[[skip]] where ")
-        skips.append(Skip(table["where"], str(table["reason"]), tuple(table.get("backends", ()))))
-    backends = tuple(data.get("backends", ("default",)))
-    return Suite(name, str(data["title"]), list(data["grid"]), skips, backends, data.get("device"))
+        (where,) = _tables([table["where"]], "skip")
+        _known(where, tuple(AXES), "[[skip]] where ")
+        _typed(where, "[[skip]] where ")
+        skips.append(Skip(where, str(table["reason"]), _names(table)))
+    return Suite(name, str(data["title"]), data["grid"], skips, _names(data) or ("default",), data.get("device"))
+
+
+def _tables(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError(f"{name} must be tables; write [[{name}]] above each, as in bench/suites/")
+    return value
+
+
+def _names(table: dict[str, Any]) -> tuple[str, ...]:
+    found = table.get("backends", [])
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError(f'backends = {found!r} is not a list of names; write for example ["fa3", "locks"]')
+    return tuple(found)
+
+
+def _typed(table: dict[str, Any], where: str) -> None:
+    for name, values in table.items():
+        if name in AXES:
+            allowed = (int, str) if name in SIZES else type(AXES[name])
+            for value in values if isinstance(values, list) else [values]:
+                if isinstance(value, bool) or not isinstance(value, allowed):
+                    kind = "a size" if name in SIZES else "text" if allowed is str else "a number"
+                    raise ValueError(f"{where}{name} = {value!r} is not {kind}")
 
 
 def _known(data: dict[str, Any], allowed: tuple[str, ...], where: str) -> None:
@@ -136,7 +165,7 @@ def _combinations(grid: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _request(values: dict[str, Any]) -> Request:
-    text = {name: None if value is None else str(value) for name, value in values.items() if name in ("ctx", "batch", "budget")}
+    text = {name: None if value is None else str(value) for name, value in values.items() if name in SIZES}
     return Request(**(values | text))
 
 
@@ -144,6 +173,6 @@ def _same(axis: str, value: Any, wanted: Any) -> bool:
     """Whether an axis has one of the wanted values; 131072 and "128K" are the same size."""
     if isinstance(wanted, list):
         return any(_same(axis, value, one) for one in wanted)
-    if axis in ("ctx", "batch", "budget") and value is not None:
+    if axis in SIZES and value is not None:
         return arguments.size(str(value), axis) == arguments.size(str(wanted), axis)
     return value == wanted

@@ -8,6 +8,7 @@ import typer
 
 from bench import arguments, output
 from bench.execute import Wishes, execute, open_store
+from bench.options import Device, RowsJson, StoreDirectory, Strict, TimeBudget
 from bench.request import device_of
 from bench.suite import load_suite
 from harness.errors import UserError
@@ -16,17 +17,15 @@ from reports.table import NO_CLAIM
 
 def sweep(
     suite: Annotated[str, typer.Argument(metavar="SUITE", help="Name of a suite (see `list`), or a TOML file.")],
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    store: Annotated[str, typer.Option(metavar="DIR", help="Where records are kept; what it holds is not measured again.")] = (
-        "results"
-    ),
-    json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - is stdout.")] = None,
-    time_budget: Annotated[str | None, typer.Option(help="Bound on the whole sweep, such as 10m.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a row is not OK or was left out.")] = False,
+    device: Device = "auto",
+    store: StoreDirectory = "results",
+    json_to: RowsJson = None,
+    time_budget: TimeBudget = None,
+    strict: Strict = False,
 ) -> None:
     """Measure every case of a suite.  Stopped or killed, the same command goes on where it was."""
     asked = load_suite(suite)
-    seconds = arguments.seconds(time_budget, "--time-budget") if time_budget else None
+    seconds = arguments.seconds(time_budget, "--time-budget") if time_budget is not None else None
     output.check_target(json_to)
     used = device_of(asked.device or device if device == "auto" else device)
     if asked.device not in (None, used):

@@ -186,8 +186,8 @@ def _pooled(case: Case, shape: DecodeShape, usable: int, memory: DeviceMemory) -
     pool_pages = min(int(POOL_SHARE * max(usable, 0)) // page, case.batch * pages + own, stride_limit)
     if pool_pages < pages + own:
         raise UserError(
-            f"one sequence of {case.ctx} tokens needs {_gb((pages + own) * page)} and {_gb(max(usable, 0))} are usable; "
-            "use a shorter --ctx, or --kv tp=n for one rank's share of the heads"
+            f"one sequence of {case.ctx} tokens and the newest pages of {case.batch} need {_gb((pages + own) * page)} and "
+            f"{_gb(max(usable, 0))} are usable; use a shorter --ctx, a smaller --batch, or --kv tp=n for one rank's share"
         )
     size = pool_pages * page
     asked = case.batch * pages * page
@@ -216,7 +216,7 @@ def _sysconf(name: str) -> int:
 
 
 def _gb(count: int) -> str:
-    """Decimal GB or MB with three digits."""
-    unit, size = ("MB", 1e6) if abs(count) < 1e9 else ("GB", 1e9)
-    digits = 0 if abs(count) < size else max(0, 2 - math.floor(math.log10(abs(count) / size)))
+    """Decimal GB, MB or kB with three digits."""
+    unit, size = next(((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6)) if count >= size), ("kB", 1e3))
+    digits = 0 if count < size else max(0, 2 - math.floor(math.log10(count / size)))
     return f"{count / size:.{digits}f} {unit}"

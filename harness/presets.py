@@ -42,11 +42,11 @@ def find_model(text: str) -> Model:
         return Model(text, layers, query_heads, kv_heads, head_dim, hidden, 0, 0, unsupported=(("token", no_weights),))
     if text in models():
         return models()[text]
-    raise UserError(f"unknown model {text!r}; {nearest(text, models())}, or a shape such as 32x8x128")
+    raise UserError(f"unknown model {text!r}; {nearest(text, models(), 'a shape such as 32x8x128')}")
 
 
-def nearest(text: str, names: Iterable[str]) -> str:
-    """The advice of an error about an unknown name: the nearest known one, or all of them."""
-    known = list(names)
+def nearest(text: str, names: Iterable[str], otherwise: str = "") -> str:
+    """The advice of an error about an unknown name: the nearest known one, or all of them; and what else there is."""
+    known, last = list(names), f", or {otherwise}" if otherwise else ""
     close = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(known)}"
+    return f"did you mean {close[0]!r}{last}?" if close else f"use one of {', '.join(known)}{last}"

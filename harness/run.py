@@ -20,7 +20,7 @@ from harness.weights import resident_weight_bytes
 from harness.worker import InProcess, Job, Settings, Worker, WorkerDied, make_bench, serve, timer
 
 # What may go better next time is tried again; everything else in a store counts as measured.
-RETRIED = (Outcome.OOM, Outcome.TIMEOUT, Outcome.CRASHED)
+RETRIED = (Outcome.OOM, Outcome.TIMEOUT, Outcome.CRASHED, Outcome.THROTTLED)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,13 @@ def threshold(thresholds: Sequence[Threshold], cell: str) -> float:
 def load_thresholds(file: Path) -> list[Threshold]:
     """From a TOML file of [[threshold]] tables; UserError says what is wrong with it."""
     try:
-        tables = tomllib.loads(file.read_text())["threshold"]
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--thresholds {file} cannot be read ({getattr(error, 'strerror', 'not text')})") from error
+    try:
+        tables = tomllib.loads(text)["threshold"]
         return [Threshold(str(table["cells"]), float(table["change"]), str(table["reason"])) for table in tables]
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{file} is no file of thresholds ({type(error).__name__}: {error}); "
             'each [[threshold]] has cells = "glob", change = 0.02 and reason = "..."'

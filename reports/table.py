@@ -99,8 +99,9 @@ def _notes(rows: list[Row]) -> list[str]:
     bound = [f"{_where(row)} ({row['eager_us'] / row['latency_us']:.1f} x)" for row in rows if row["launch_bound"]]
     if bound:
         lines.append(f"Launch-bound without a graph: {', '.join(bound)}")
-    plans = [row["kv"]["note"] for row in rows if row["cache_state"] in (*WARM, "pooled") and (row["kv"] or {}).get("note")]
-    lines += dict.fromkeys(plans)
+    planned = [row for row in rows if row["cache_state"] in (*WARM, "pooled") and (row["kv"] or {}).get("note")]
+    # The note says how much was free, which differs between the backends of a cell that were not measured together.
+    lines += dict.fromkeys({(_cell(row), row["kv"]["plan"]): row["kv"]["note"] for row in planned}.values())
     if any(row["level"] == "attention" and row["tokens_per_s"] for row in rows):
         lines.append(ATTENTION_TOKENS)
     if any(row["device"] == "cpu" for row in rows):

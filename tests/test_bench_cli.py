@@ -154,7 +154,11 @@ def test_what_the_time_budget_left_out_is_said(sweep: FakeSweep, run: Callable[.
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        ("--model lama-3.1-8b", "did you mean 'llama-3.1-8b'?"),
+        ("--model lama-3.1-8b", "did you mean 'llama-3.1-8b', or a shape such as 32x8x128?"),
+        ("--seed -1", "seed -1 is out of range"),
+        ("--seed 99999999999999999999", "is out of range"),
+        ("--ctx=", "--ctx '' is not a size"),
+        ("--budget=", "--budget '' is not a size"),
         ("--model 30x8x128", "use a multiple"),
         ("--model 32x8x100", "use one of 64, 128, 256"),
         ("--backends fa3,flashinfr", "did you mean 'flashinfer'?"),

@@ -163,3 +163,11 @@ def test_launch_bound_is_flagged_above_a_ratio_of_1_2() -> None:
 def test_idle_power_is_a_column_of_its_own() -> None:
     known, unknown = rows([measured(case(), "fa3", 1.0, meters={"idle_w": 74.0}), measured(case(), "fa3", 1.0)])
     assert (known["idle_w"], unknown["idle_w"]) == (74.0, None)
+
+
+def test_a_memory_plan_is_told_once_per_cell() -> None:
+    plans = [{"plan": "layers=1", "note": f"layers=1: {free} GB free"} for free in (15, 17)]
+    records = [measured(case(), name, 1.0, kv=kv, cache_state="warm") for name, kv in zip(("fa3", "sdpa"), plans, strict=True)]
+    other = measured(case(batch=2), "sdpa", 1.0, kv={"plan": "layers=1", "note": "another cell"}, cache_state="warm")
+    text = rendered(rows([*records, other]))
+    assert text.count("GB free") == 1 and "another cell" in text

@@ -277,3 +277,5 @@ def test_thresholds_by_cell(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(UserError, match="reason"):
             load_thresholds(file)
+    with pytest.raises(UserError, match=r"none.toml cannot be read \(No such file"):
+        load_thresholds(tmp_path / "none.toml")

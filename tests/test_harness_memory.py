@@ -132,3 +132,14 @@ def test_bandwidth_counts_the_cache() -> None:
     model = Model("m", 1, 8, 8, 128, 1024, 1, 1)
     case = Case("attention", model, 1024, 1, SelectOptions(1024))
     assert Sdpa().bytes(case)["kv"] == 4_194_304
+
+
+def test_small_copies_have_a_size_too() -> None:
+    smol = find_model("smollm2-135m")
+    note = plan_memory(Case("token", smol, 512, 1, SelectOptions(256), device="cpu"), DeviceMemory(16 << 30, None)).note
+    assert note.startswith("resident: 30 distinct copies of 498 kB (14.9 MB of 17.2 GB free)"), note
+
+
+def test_a_batch_that_cannot_fit_is_told_to_be_smaller() -> None:
+    with pytest.raises(UserError, match=r"of 999999999 need .* a smaller --batch"):
+        plan_memory(llama(2048, 999_999_999), H200)

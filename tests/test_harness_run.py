@@ -84,6 +84,14 @@ def test_what_may_go_better_is_tried_again(tmp_path: Path) -> None:
     assert records[0].outcome is Outcome.OOM
 
 
+def test_a_throttled_row_is_measured_again_as_its_reason_asks(tmp_path: Path) -> None:
+    (record,), _ = sweep(Store(tmp_path), [tiny_case()], ["sdpa"])
+    record.outcome, record.reason = Outcome.THROTTLED, "let the GPU cool and repeat"
+    Store(tmp_path).append(record)
+    (again,), _ = sweep(Store(tmp_path), [tiny_case()], ["sdpa"])
+    assert Counting.jobs == [["sdpa"]] and again.outcome is Outcome.OK
+
+
 def test_every_case_is_on_disk_before_the_next(tmp_path: Path) -> None:
     store, cases = Store(tmp_path), [tiny_case(320), tiny_case(325)]
     stored: list[int] = []

@@ -115,6 +115,16 @@ def test_skip_rules_leave_out_cells_or_backends(tmp_path: Path) -> None:
         ('title="t"\n[[grid]]\nctx="8K"\nbackends=["flashinfr"]\n', "did you mean 'flashinfer'"),
         ('title="t"\n[[grid]]\nctx="8K"\nrank=3\n', "use one of 2, 4, 8"),
         ("[[[", "mine.toml"),
+        ('title="t"\n[grid]\nctx="8K"\n', r"write \[\[grid"),
+        ('title="t"\ngrid=3\n', r"write \[\[grid"),
+        ('title="t"\n[[grid]]\nctx="8K"\n[[skip]]\nwhere=3\nreason="x"\n', r"write \[\[skip"),
+        ('title="t"\nbackends="sdpa"\n[[grid]]\nctx="8K"\n', "backends = 'sdpa' is not a list"),
+        ('title="t"\n[[grid]]\nctx="8K"\nbackends="sdpa"\n', "backends = 'sdpa' is not a list"),
+        ('title="t"\ndevice="tpu"\n[[grid]]\nctx="8K"\n', "use cuda or cpu"),
+        ('title="t"\n[[grid]]\nctx="8K"\nseed="x"\n', "seed = 'x' is not a number"),
+        ('title="t"\n[[grid]]\nctx="8K"\nmodel=[3]\n', "model = 3 is not text"),
+        ('title="t"\n[[grid]]\nctx=8.5\n', "ctx = 8.5 is not a size"),
+        ('title="t"\n[[grid]]\nctx=[]\n', "empty axes"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, advice: str) -> None:
