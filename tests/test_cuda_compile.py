@@ -6,6 +6,7 @@ Runs without a GPU.  The table is what a block may use at its launch size, or wh
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import subprocess
@@ -86,6 +87,26 @@ def test_a_compiled_kernel_comes_from_the_cache(tmp_path: Path, monkeypatch: pyt
     macros = Launch(SHAPES["narrow"], 1, 64, 8, 132, SHARED_BYTES["sm_90a"]).macros
     first = compile_cubin("build", macros, "sm_90a")
     (cached,) = tmp_path.iterdir()
-    cached.write_bytes(b"stands for the binary")
-    assert compile_cubin("build", macros, "sm_90a") == b"stands for the binary" != first
-    assert compile_cubin("build", {**macros, "R": 4}, "sm_90a") != b"stands for the binary"
+    stand_in = b"stands for the binary"
+    cached.write_bytes(hashlib.sha256(stand_in).digest() + stand_in)
+    assert compile_cubin("build", macros, "sm_90a") == stand_in != first
+    assert compile_cubin("build", {**macros, "R": 4}, "sm_90a") != stand_in
+
+
+def test_a_damaged_cache_file_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path))
+    macros = Launch(SHAPES["narrow"], 1, 64, 8, 132, SHARED_BYTES["sm_90a"]).macros
+    binary = compile_cubin("select", {**macros, "CLUSTER": 1}, "sm_90a")
+    (cached,) = tmp_path.iterdir()
+    whole = cached.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:5000] + b"?" + whole[5001:]):
+        cached.write_bytes(damaged)
+        assert compile_cubin("select", {**macros, "CLUSTER": 1}, "sm_90a") == binary
+        assert cached.read_bytes() == whole
+
+
+def test_without_a_place_for_the_cache_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
+    macros = Launch(SHAPES["narrow"], 1, 64, 8, 132, SHARED_BYTES["sm_90a"]).macros
+    assert compile_cubin("select", {**macros, "CLUSTER": 1}, "sm_90a").startswith(b"\x7fELF")

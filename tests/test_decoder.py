@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,21 @@ def test_layers_that_share_a_workspace(kernels: str) -> None:
         assert_step(layer, query, layer.step(query, keys, values))
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_caches_of_different_width_side_by_side(kernels: str) -> None:
+    """They may share compiled kernels, but not what those are launched with."""
+    tokens = (70, 90) + (16,) * (70 if ON_GPU else 0)  # so many that the selection does not split a sequence
+    layers = []
+    for room in (8192 if ON_GPU else 80, 0):  # the wide one's selection needs more shared memory than comes without asking
+        cache, sequences = make(TINY, tokens)
+        sequences.block_table = torch.nn.functional.pad(sequences.block_table, (0, room))
+        make_stages(kernels, cache, sequences, OPTIONS)
+        layers.append(LocksDecoder(cache, sequences, OPTIONS, kernels))
+    for layer in layers:
+        query, keys, values = new_token(layer.cache, len(tokens), 0)
+        assert_step(layer, query, layer.step(query, keys, values))
+
+
 def test_workspace_of_another_shape_is_refused() -> None:
     if ON_GPU:
         pytest.skip("one refusal is enough")
@@ -135,6 +151,39 @@ def test_unknown_and_unsupported_kernels_say_why(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ShapeError, match="TRITON_INTERPRET=1"):
         stages_class("triton", on_cpu)
     assert stages_class("auto", on_cpu)[0] == "reference"
+
+
+@pytest.mark.skipif(not ON_GPU, reason="threads and devices of CUDA")
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_step_from_a_fresh_thread(kernels: str) -> None:
+    """A new thread has no current CUDA context."""
+    cache, sequences = make(TINY, (70, 90))
+    make_stages(kernels, cache, sequences, OPTIONS)
+    decoder = LocksDecoder(cache, sequences, OPTIONS, kernels)
+    query, keys, values = new_token(cache, 2, 0)
+    out = torch.empty_like(query)
+    decoder.step(query, keys, values, out)
+    first = out.clone()
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(decoder.step, query, keys, values, out.fill_(7.0)).result()
+    torch.cuda.synchronize()
+    assert torch.equal(out, first)
+
+
+@pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu
+def test_a_cache_on_another_device_than_the_current_one() -> None:
+    assert torch.cuda.current_device() == 0
+    cache, sequences = make(TINY, (70, 90))
+    cache = PagedCache(TINY, *(pool.to("cuda:1") for pool in (cache.keys, cache.values, cache.summaries)))
+    sequences = Sequences(sequences.block_table.to("cuda:1"), sequences.seq_lens.to("cuda:1"))
+    query, keys, values = (tensor.to("cuda:1") for tensor in new_token(cache, 2, 0))
+    decoder = LocksDecoder(cache, sequences, OPTIONS, "cuda")
+    out = decoder.step(query, keys, values)
+    assert torch.cuda.current_device() == 0
+    expected = reference.attend(query, cache, sequences, decoder.tables)[0]
+    assert_close_output(out, expected, TINY.dtype)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")

@@ -108,6 +108,25 @@ def test_append_finalise(kernels: str, shape: DecodeShape) -> None:
     assert (relative_error(found, keys) <= 1.01 * best + 1e-4).all()
 
 
+@pytest.mark.skipif(not ON_GPU, reason="kernels run side by side on a GPU only")
+def test_build_waits_for_the_keys_that_the_kernel_before_it_writes(kernels: str) -> None:
+    shape, batch = DecodeShape(8, 8), 1000
+    cache = empty_cache(shape, batch)
+    cache.keys.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
+    sequences = Sequences(torch.arange(batch, device=DEVICE).int()[:, None], torch.full((batch,), 15, device=DEVICE).int())
+    stages = make_stages(kernels, cache, sequences)
+    ids = torch.arange(batch, device=DEVICE)
+    for size in (1.0, 8.0, 64.0):
+        token = size * randn(batch, 8, 128).to(cache.keys.dtype)
+        torch.cuda.synchronize()
+        stages.append_finalise(token, token)  # fills no page
+        stages.build(ids)
+        built = cache.summaries.clone()
+        torch.cuda.synchronize()
+        stages.build(ids)
+        assert torch.equal(built, cache.summaries)
+
+
 @every_shape
 @pytest.mark.parametrize("recent", (1, 2))
 def test_score_of_ragged_batches(kernels: str, shape: DecodeShape, recent: int) -> None:

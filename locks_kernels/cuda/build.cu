@@ -417,6 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Scratch<UNITS> shared[WARPS];
     Scratch<UNITS>& scratch = shared[threadIdx.x / 32];
     const int lane = threadIdx.x % 32;
+    wait_for_previous_kernel();  // it may have let this one start before it had written the keys
     const int64 units = count * kv_heads, step = static_cast<int64>(gridDim.x) * WARPS * UNITS;
     for (int64 at = (static_cast<int64>(blockIdx.x) * WARPS + threadIdx.x / 32) * UNITS; at < units; at += step) {
         if (lane < UNITS) {

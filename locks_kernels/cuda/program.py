@@ -7,11 +7,12 @@ No CUDA toolkit and no header but our own is needed.  Binaries are kept in `$LOC
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 SOURCES = Path(__file__).parent
+DIGEST_BYTES = 32  # SHA-256 of the binary, in front of it in the file: a damaged one is compiled anew
 
 
 def cache_directory() -> Path:
@@ -35,8 +37,10 @@ def compile_cubin(source: str, macros: Mapping[str, object], arch: str) -> bytes
     _, *version = nvrtc.nvrtcVersion()
     key = repr((text, (SOURCES / "common.cuh").read_text(), sorted(macros.items()), arch, version))
     cached = cache_directory() / f"{source}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
-    if cached.exists():
-        return cached.read_bytes()
+    with contextlib.suppress(OSError):  # not there, or another user's
+        digest, binary = (content := cached.read_bytes())[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        if digest == hashlib.sha256(binary).digest():
+            return binary
     options = ProgramOptions(
         arch=arch,
         std="c++17",
@@ -46,10 +50,11 @@ def compile_cubin(source: str, macros: Mapping[str, object], arch: str) -> bytes
         lineinfo=True,
     )
     binary = bytes(Program(text, "c++", options).compile("cubin").code)
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:  # whole or not at all, also with two processes
-        file.write(binary)
-    os.replace(file.name, cached)
+    with contextlib.suppress(OSError):  # where nothing can be kept, every process compiles
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+            file.write(hashlib.sha256(binary).digest() + binary)
+        os.replace(file.name, cached)  # whole or not at all, also with two processes
     return binary
 
 
@@ -71,17 +76,38 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 @cache
+def context_of(device_index: int) -> Any:
+    """The primary context of a device, the one torch uses."""
+    from cuda.bindings import driver
+
+    check(driver.cuInit(0))
+    return check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(device_index))))
+
+
+@contextlib.contextmanager
+def on_device(device_index: int) -> Iterator[None]:
+    """Makes a device current for driver calls; another one may be torch's, and a thread starts with none."""
+    from cuda.bindings import driver
+
+    check(driver.cuCtxPushCurrent(context_of(device_index)))
+    try:
+        yield
+    finally:
+        check(driver.cuCtxPopCurrent())
+
+
+@cache
 def load(source: str, macros: tuple[tuple[str, object], ...], device_index: int) -> Any:
     """The loaded module of a source on a device, kept for the life of the process."""
     from cuda.bindings import driver
 
-    device = torch.device("cuda", device_index)
-    torch.cuda.current_stream(device)  # makes torch's context current
-    return check(driver.cuModuleLoadData(compile_cubin(source, dict(macros), architecture(device))))
+    binary = compile_cubin(source, dict(macros), architecture(torch.device("cuda", device_index)))
+    with on_device(device_index):
+        return check(driver.cuModuleLoadData(binary))
 
 
 class Kernel:
-    """One kernel of a source, ready to launch on the current torch stream with programmatic dependent launch."""
+    """One kernel of a source, ready to launch on its device's current torch stream with programmatic dependent launch."""
 
     def __init__(
         self,
@@ -98,27 +124,32 @@ class Kernel:
         """
         from cuda.bindings import driver
 
-        index = torch.cuda.current_device() if device.index is None else device.index
-        module = load(source, tuple(sorted(macros.items())), index)
-        self.function = check(driver.cuModuleGetFunction(module, name.encode()))
+        self.device_index = torch.cuda.current_device() if device.index is None else device.index
+        module = load(source, tuple(sorted(macros.items())), self.device_index)
         self.threads, self.shared_bytes = threads, shared_bytes
         self.overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
         attributes = driver.CUfunction_attribute
-        if shared_bytes:
+        with on_device(self.device_index):
+            self.function = check(driver.cuModuleGetFunction(module, name.encode()))
             attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(driver.cuFuncSetAttribute(self.function, attribute, shared_bytes))
-        if in_step:
-            attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            check(driver.cuFuncSetAttribute(self.function, attribute, 100))
+            # The function is shared with other caches of this shape, which may need more.
+            if shared_bytes > check(driver.cuFuncGetAttribute(attribute, self.function)):
+                check(driver.cuFuncSetAttribute(self.function, attribute, shared_bytes))
+            if in_step:
+                attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                check(driver.cuFuncSetAttribute(self.function, attribute, 100))
 
     def runs_at_once(self, cluster: int, clusters: int) -> bool:
         """Whether `clusters` clusters of `cluster` blocks are resident together; allows more than 8 blocks, too."""
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-        check(driver.cuFuncSetAttribute(self.function, attribute, 1))
-        config = self._config((cluster, 1, 1), cluster)
-        return check(driver.cuOccupancyMaxActiveClusters(self.function, config)) >= clusters
+        with on_device(self.device_index):
+            check(driver.cuFuncSetAttribute(self.function, attribute, 1))
+            result = driver.cuOccupancyMaxActiveClusters(self.function, self._config((cluster, 1, 1), cluster))
+        if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:  # a device that has no such clusters at all
+            return False
+        return check(result) >= clusters
 
     def _config(self, grid: tuple[int, int, int], cluster: int) -> Any:
         from cuda.bindings import driver
@@ -160,5 +191,6 @@ class Kernel:
                 values.append(argument)
                 kinds.append(ctypes.c_int)
         config = self._config(grid, cluster)
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        check(driver.cuLaunchKernelEx(config, self.function, (tuple(values), tuple(kinds)), 0))
+        config.hStream = torch.cuda.current_stream(self.device_index).cuda_stream
+        with on_device(self.device_index):
+            check(driver.cuLaunchKernelEx(config, self.function, (tuple(values), tuple(kinds)), 0))
