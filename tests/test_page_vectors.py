@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from kernel_cases import DEVICE, assert_close_output, make, make_query, randn, smallest_budget
 
 from locks_kernels import page_vectors, reference
 from locks_kernels.page_vectors import FORMS, PageVectors
@@ -13,7 +14,6 @@ from locks_kernels.selector_stages import SelectorStages
 from locks_kernels.selectors import SELECTORS
 from locks_kernels.selectors.base import Layer, Steps
 from locks_kernels.shapes import DecodeShape, SelectOptions
-from tests.kernel_cases import DEVICE, assert_close_output, make, make_query, randn, smallest_budget
 
 builder = pytest.importorskip("locks_kernels.page_vectors_build")
 scorer = pytest.importorskip("locks_kernels.page_vectors_score")

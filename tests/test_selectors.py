@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from selector_cases import OPTIONS, PROMPT, SHAPE, TOKENS, kept, layer, rope, steps
 
 from locks_kernels import reference
 from locks_kernels.cache import PagedCache, Sequences
@@ -21,7 +22,6 @@ from locks_kernels.selectors.shadow import ShadowKV
 from locks_kernels.selectors.shared import SharedBasis
 from locks_kernels.shapes import SelectOptions
 from locks_kernels.spectral_keys import spectral_keys
-from tests.selector_cases import OPTIONS, PROMPT, SHAPE, TOKENS, kept, layer, rope, steps
 
 PAGES = [name for name, selector in SELECTORS.items() if isinstance(selector, PageSelector)]
 GROUP_PAGES = [name for name in PAGES if name not in ("quest", "quest-all-layers", "unique")]
