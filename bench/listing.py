@@ -47,7 +47,10 @@ def _installed(library: Library) -> tuple[str | None, str | None, str | None]:
 def _ask_plug_in(name: str) -> tuple[str | None, str | None, str | None]:
     """Library, version and what is missing of a backend that came with another package; it may import what it likes."""
     backend = backends.make(name)
-    return None, backend.version(), backend.unavailable()
+    try:
+        return None, backend.version(), backend.unavailable()
+    except Exception as error:
+        return None, backend.version(), f"broken: {type(error).__name__}: {error}"
 
 
 def model_rows() -> list[dict[str, Any]]:

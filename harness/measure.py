@@ -86,16 +86,17 @@ def measure_case(
     bench: Bench,
     on_backend: Callable[[str], None],
 ) -> list[Record]:
-    """Records of all `backends` (by the name a user types), in their order.  `keys`: their resume keys.
+    """Records of all `backends` (by the name a user types), in their order.  `keys`: their resume keys.  on_backend: told
+    whose turn it is, so that somebody else knows who took the process along.
 
     A failure of one backend is its record's outcome; only DeviceLost is raised.
     """
-    run = _CaseRun(case, plan, backends, keys, bench)
+    run = _CaseRun(case, plan, backends, keys, bench, on_backend)
     threads = torch.get_num_threads()
     if case.device == "cpu":
         torch.set_num_threads(1)  # several threads wait for each other whenever anybody else uses the machine
     try:
-        run.measure(on_backend)
+        run.measure()
     finally:
         torch.set_num_threads(threads)
         run.running.clear()
@@ -104,9 +105,15 @@ def measure_case(
 
 class _CaseRun:
     def __init__(
-        self, case: Case, plan: MemoryPlan, backends: Mapping[str, Backend], keys: Mapping[str, str], bench: Bench
+        self,
+        case: Case,
+        plan: MemoryPlan,
+        backends: Mapping[str, Backend],
+        keys: Mapping[str, str],
+        bench: Bench,
+        on_backend: Callable[[str], None],
     ) -> None:
-        self.case, self.plan, self.bench, self.backends = case, plan, bench, backends
+        self.case, self.plan, self.bench, self.backends, self.on_backend = case, plan, bench, backends, on_backend
         run = {"command": bench.command, "environment": bench.environment, "timer": bench.timer.label}
         roof = bench.read_roof_tbps
         self.records = {
@@ -116,7 +123,7 @@ class _CaseRun:
         self.running: dict[str, Contestant] = {}
         self.settled: set[str] = set()
 
-    def measure(self, on_backend: Callable[[str], None]) -> None:
+    def measure(self) -> None:
         able = [name for name in self.backends if self._able(name)]
         if not able:
             return
@@ -127,14 +134,18 @@ class _CaseRun:
                 self._settle(name, error, "while the caches were filled")
             return
         for name in able:
-            on_backend(name)
+            self.on_backend(name)
             self._prepare(name, data)
         with self.bench.meters.case() as meters:
             self._rounds(meters)
         for name, contestant in self.running.items():
-            contestant.finish(self.records[name], self.bench.timer)
-            meters.fill(self.records[name], contestant)
-            judge(self.records[name])
+            self.on_backend(name)
+            try:
+                contestant.finish(self.records[name], self.bench.timer)
+                meters.fill(self.records[name], contestant)
+                judge(self.records[name])
+            except Exception as error:
+                self._settle(name, error, "after it was timed")
 
     def _able(self, name: str) -> bool:
         """Whether the backend can run the case; if not, its record says why."""
@@ -167,6 +178,7 @@ class _CaseRun:
             if all(contestant.stop_reason for contestant in self.running.values()):
                 return
             for name in _order([name for name, one in self.running.items() if not self._spent(one)], number, shuffle):
+                self.on_backend(name)
                 try:
                     self.running[name].round(rule, self.bench.clock_s, disturbed=name != before)
                     meters.round(name)

@@ -11,17 +11,19 @@ import pytest
 import torch
 from harness_fakes import FakeRun, FakeTimer, Zeros, bench, tiny_case, tiny_plan
 
-from harness import measure, worker
-from harness.backend import Backend
+from harness import backends, measure, worker
+from harness.backend import Backend, Launch
 from harness.backends.locks import Locks
 from harness.backends.sdpa import Sdpa
+from harness.case import Case
 from harness.level import LevelLaunch
 from harness.measure import measure_case
-from harness.record import Record
+from harness.record import Outcome, Record
 from harness.stats import median_interval
 from harness.stopping import CPU_RULE, LEAST_ROUNDS, StoppingRule
 from harness.timer import Cycle
 from harness.worker import InProcess, Job
+from harness.workload import Workload
 
 MS = 1e6  # ns
 LAUNCHES = 2  # of the tiny plan: steps of one sample
@@ -116,6 +118,62 @@ def test_the_reason_to_stop_speaks_of_all_rounds() -> None:
     counts = {len(record.rounds_ns or []) for record in records.values()}
     assert len(counts) == 1
     assert f"after {counts.pop()} rounds" in (records["hot"].stop_reason or "")
+
+
+def test_whose_turn_it_is_is_told_before_every_round() -> None:
+    """What kills the process in a round is blamed on the backend that ran, not on the one prepared last."""
+    told: list[str] = []
+    during: list[tuple[str, str]] = []
+    case = tiny_case()
+
+    class Named(Sdpa):
+        def __init__(self, own: str) -> None:
+            self.own = own
+
+        def prepare(self, workload: Workload, copy: int) -> Launch:
+            launch = super().prepare(workload, copy)
+
+            def noted() -> torch.Tensor:
+                during.append((self.own, told[-1]))
+                return launch()
+
+            return noted
+
+    made: dict[str, Backend] = {name: Named(name) for name in "abc"}
+    measure_case(case, tiny_plan(case), made, dict.fromkeys("abc", "k"), bench(), told.append)
+    assert len(during) > 30 and all(own == said for own, said in during)
+
+
+class NoBytes(Sdpa):
+    """A plug-in that forgot to say what it reads."""
+
+    def bytes(self, case: Case) -> dict[str, int]:
+        raise NotImplementedError
+
+
+def test_what_fails_after_the_rounds_is_a_row_too() -> None:
+    case = tiny_case()
+    made: dict[str, Backend] = {"no-bytes": NoBytes(), "sdpa": Sdpa()}
+    failed, fine = measure_case(case, tiny_plan(case), made, dict.fromkeys(made, "k"), bench(), lambda name: None)
+    assert (failed.outcome, failed.reason) == (Outcome.CRASHED, "after it was timed: NotImplementedError")
+    assert failed.rounds_ns is None and fine.outcome is Outcome.OK
+
+
+class CannotBeMade(Sdpa):
+    def __init__(self) -> None:
+        raise RuntimeError("no such device")
+
+
+class HasNoVersion(Sdpa):
+    def version(self) -> str:
+        raise ImportError("libsomething.so")
+
+
+@pytest.mark.parametrize(("broken", "why"), [(CannotBeMade, "no such device"), (HasNoVersion, "libsomething.so")])
+def test_a_plug_in_that_cannot_be_made_is_unavailable(monkeypatch: pytest.MonkeyPatch, broken: type[Backend], why: str) -> None:
+    monkeypatch.setattr(backends, "load", lambda name: broken)
+    made = backends.make("mine")
+    assert made.version() is None and why in (made.unavailable() or "")
 
 
 def test_settling_is_bounded_and_none_on_a_cpu() -> None:

@@ -54,11 +54,16 @@ def load(name: str) -> type[Backend]:
 
 
 def make(name: str) -> Backend:
-    """An instance for one case.  A backend that cannot be loaded becomes one that is unavailable, and says why."""
+    """An instance for one case.  A backend that cannot be loaded, made or asked for its version becomes one that is
+    unavailable, and says why."""
     try:
-        return load(name)()
+        backend = load(name)()
+        backend.version()
+        return backend
     except UserError as error:
         return _Unloadable(str(error))
+    except Exception as error:
+        return _Unloadable(f"backend {name!r} cannot be made: {type(error).__name__}: {error}")
 
 
 class _Unloadable(Backend):

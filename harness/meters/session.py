@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from harness.record import Record
 
 IDLE_SAMPLES, IDLE_SECONDS = 5, 0.1
-LONGEST_S = 1.25 * LEAST_S  # energy windows aim at this
+LONGEST_S = 1.1 * LEAST_S  # energy windows aim at this
 MOST_SAMPLES = 20_000  # of one energy window: each holds two events per launch
 
 

@@ -18,7 +18,7 @@ class Status(StrEnum):
 
 
 HINTS = {
-    Status.NO_TOOL: "install {tool} and put it on PATH; latencies need it not",
+    Status.NO_TOOL: "install {tool} and put it on PATH; latencies do not need it",
     Status.NO_PERMISSION: "run as root and outside of a sandbox, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
     Status.NO_KERNELS: "the tool saw no kernel: profile with another --tool, or update it for this driver",
     Status.COUNTERS_HELD: "another process holds the counters, often DCGM: its owner can pause it with `dcgmi profile --pause`",
