@@ -170,7 +170,8 @@ def test_the_kernels_are_a_pytest_benchmark_suite(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "a.json").read_text())
     assert len(data["benchmarks"]) == 2
     for one in data["benchmarks"]:
-        assert 0 < one["stats"]["median"] < 1 and one["stats"]["rounds"] >= LEAST_ROUNDS and one["extra_info"]["timer"] == "wall"
+        assert 0 < one["stats"]["median"] < 1 and one["stats"]["rounds"] >= LEAST_ROUNDS
+        assert one["extra_info"]["timer"] == "wall"
         assert one["extra_info"]["gate"]["relative_error"] < 0.01
     (tmp_path / "b.json").write_text((tmp_path / "a.json").read_text())
     compare = [sys.executable, "-m", "pytest_benchmark", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]
