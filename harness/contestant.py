@@ -78,6 +78,7 @@ def prepare(
     clock_s: Callable[[], float],
 ) -> Contestant:
     """Everything before the rounds.  Fills the record as it goes, so that a failure keeps what was learnt before it."""
+    data.set_phase(0)  # a backend that failed may have left another length
     launches: list[Launch] = [backend.prepare(data, copy) for copy in range(data.plan.launches)]
     record.resolved = {"dense": backend.dense} | backend.resolved()
     cycle = Cycle(data.set_phase, tuple(data.phases) if backend.writes_cache else (0,))

@@ -180,22 +180,6 @@ def test_stage_times_are_marginal_and_add_up() -> None:
     assert sum(samples[0] for samples in record.stages_ns.values()) == 1000.0
 
 
-def test_rounds_pair_the_backends_in_a_seeded_order() -> None:
-    def orders(seed: int) -> list[list[int]]:
-        timer = FakeTimer()
-        rule = StoppingRule(rounds=6, timed_s=0.0, round_s=0.0, settle_s=0.0, warm_s=0.0)
-        measure({"a": Sdpa(), "b": Sdpa(), "c": Sdpa()}, tiny_case(seed=seed), timer=timer, rule=rule)
-        captured = timer.runs[1::2][:3]  # an eager run, then the captured one, for each backend
-        calls = sorted((at, index) for index, run in enumerate(captured) for at in run.called_at[-6:])
-        order = [index for _, index in calls]
-        return [order[i : i + 3] for i in range(0, 18, 3)]
-
-    first = orders(0)
-    assert all(sorted(order) == [0, 1, 2] for order in first), "each round runs every backend once"
-    assert len({tuple(order) for order in first}) > 1, "not always in the same order"
-    assert orders(0) == first
-
-
 def test_zero_from_a_timer_is_finite_and_invalid() -> None:
     for value in (0.0, 1e-9):
         timer = FakeTimer(partial(float, value))

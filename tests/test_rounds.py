@@ -98,6 +98,46 @@ def test_a_backend_that_follows_itself_has_nothing_to_settle() -> None:
     assert card.turns.count("alone") <= len(rounds) + 5, "its warm-up, one settling, its rounds"
 
 
+def test_rounds_pair_the_backends_in_a_seeded_order() -> None:
+    def orders(seed: int) -> list[list[int]]:
+        timer, case = FakeTimer(), tiny_case(seed=seed)
+        rule = StoppingRule(rounds=6, timed_s=0.0, round_s=0.0, settle_s=0.0, warm_s=0.0)
+        made: dict[str, Backend] = {name: Sdpa() for name in "abc"}
+        measure_case(case, tiny_plan(case), made, dict.fromkeys(made, "k"), bench(timer, rule=rule), lambda name: None)
+        captured = timer.runs[1::2][:3]  # an eager run, then the captured one, for each backend
+        calls = sorted((at, index) for index, run in enumerate(captured) for at in run.called_at[-6:])
+        order = [index for _, index in calls]
+        return [order[i : i + 3] for i in range(0, 18, 3)]
+
+    first = orders(0)
+    assert all(sorted(order) == [0, 1, 2] for order in first), "each round runs every backend once"
+    assert len({tuple(order) for order in first}) > 1, "not always in the same order"
+    assert orders(0) == first
+
+
+class StopsAtAnotherLength(Sdpa):
+    """Fails in its gate, halfway through the lengths."""
+
+    writes_cache = True
+
+    def prepare(self, workload: Workload, copy: int) -> Launch:
+        workload.set_phase(7)
+        raise RuntimeError("no")
+
+
+def test_what_a_failed_backend_left_does_not_reach_the_next() -> None:
+    case, lengths = tiny_case(), []
+
+    class Looks(Sdpa):
+        def prepare(self, workload: Workload, copy: int) -> Launch:
+            lengths.append(workload.sequences.seq_lens.tolist())
+            return super().prepare(workload, copy)
+
+    made: dict[str, Backend] = {"stops": StopsAtAnotherLength(), "looks": Looks()}
+    measure_case(case, tiny_plan(case), made, dict.fromkeys(made, "k"), bench(), lambda name: None)
+    assert lengths and all(found == [case.ctx] * case.batch for found in lengths)
+
+
 def test_two_backends_take_turns_at_being_first() -> None:
     _, card = on_card({"a": 1.0, "b": 1.0}, replace(StoppingRule(), settle_s=0.0))
     assert "".join(card.turns[-8:]) in ("abbaabba", "baabbaab")
