@@ -35,8 +35,9 @@ class Stages(Protocol):
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None) -> None: ...
 
     @staticmethod
-    def unsupported(cache: PagedCache) -> str | None:
-        """Why this implementation cannot run on this cache's device and shape; None if it can."""
+    def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:
+        """Why this implementation cannot run on this cache's device and shape, nor with this many sequences and pages where
+        they are given; None if it can."""
         ...
 
     def build(self, page_ids: torch.Tensor) -> None: ...
@@ -53,7 +54,7 @@ class ReferenceStages:
         self.cache, self.sequences, self.options = cache, sequences, options
 
     @staticmethod
-    def unsupported(cache: PagedCache) -> str | None:
+    def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:
         return None
 
     def build(self, page_ids: torch.Tensor) -> None:
@@ -74,15 +75,18 @@ class ReferenceStages:
         out.copy_(reference.attend(query, self.cache, self.sequences, self.tables)[0])
 
 
-def stages_class(kernels: str, cache: PagedCache) -> tuple[str, type[Stages]]:
-    """The named implementation, or the best one this cache's device can run for "auto"; ShapeError says why not."""
+def stages_class(kernels: str, cache: PagedCache, sequences: Sequences | None = None) -> tuple[str, type[Stages]]:
+    """The named implementation, or the best one this cache's device can run for "auto"; ShapeError says why not.
+
+    Without `sequences` the answer is for few of them; block tables of any width may still be too wide.
+    """
     if kernels != "auto" and kernels not in KERNELS:
         raise ShapeError(f"kernels {kernels!r} are not known; use auto, {', '.join(KERNELS)}")
     reasons = []
     for name in KERNELS if kernels == "auto" else (kernels,):
         module, attribute = _STAGES[name].split(":")
         stages: type[Stages] = getattr(importlib.import_module(module), attribute)
-        reason = stages.unsupported(cache)
+        reason = stages.unsupported(cache, sequences)
         if reason is None:
             return name, stages
         reasons.append(f"{name}: {reason}")
@@ -106,7 +110,7 @@ class LocksDecoder:
         share: LocksDecoder | None = None,
     ) -> None:
         self.cache, self.sequences, self.options = cache, sequences, options
-        self.kernels, stages = stages_class(kernels, cache)
+        self.kernels, stages = stages_class(kernels, cache, sequences)
         self.stages: Stages = stages(cache, sequences, options, share.stages if share else None)
 
     def prefill(self) -> None:
@@ -120,8 +124,8 @@ class LocksDecoder:
     ) -> torch.Tensor:
         """Append the token at position `seq_lens - 1`, summarise its page if that is now full, and attend.
 
-        query [B, HQ, D], keys and values [B, H, D], out like query.  The caller advances `seq_lens` before (once for all
-        layers).  Sequences of length 0 give zeros.
+        query [B, HQ, D], keys and values [B, H, D], out like query: for "cuda" contiguous and in the cache's type (ShapeError).
+        The caller advances `seq_lens` before (once for all layers).  Sequences of length 0 give zeros.
         """
         out = torch.empty_like(query) if out is None else out
         self.stages.append_finalise(keys, values)

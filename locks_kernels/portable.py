@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from locks_kernels.cache import PagedCache, Sequences
-from locks_kernels.shapes import DecodeShape, SelectOptions, ShapeError
+from locks_kernels.shapes import MAX_SEQUENCES, DecodeShape, SelectOptions, ShapeError
 
 if TYPE_CHECKING:
     from locks_kernels.attend import AttendWorkspace
@@ -68,12 +68,14 @@ class TritonStages:
         return self.workspace.scores
 
     @staticmethod
-    def unsupported(cache: PagedCache) -> str | None:
-        """Why this cache cannot be served: no triton, or a CPU without Triton's interpreter."""
+    def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:
+        """Why this cache cannot be served: no triton, a CPU without Triton's interpreter, or more sequences than a grid has."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; pip install triton (Linux), or use kernels='reference'"
         if cache.keys.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "the cache is on the CPU; set TRITON_INTERPRET=1 to interpret the kernels there (slow)"
+        if sequences is not None and sequences.batch > MAX_SEQUENCES:
+            return f"{sequences.batch} sequences in a batch; at most {MAX_SEQUENCES}"
         return None
 
     def build(self, page_ids: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ class SelectorStages:
         self.cache, self.sequences, self.options, self.kernels = cache, sequences, options, kernels
         self.summaries = summaries or PageVectors.allocate(cache, form)
         wanted = "auto" if kernels == "triton" and cache.keys.device.type == "cuda" else kernels
-        self.selection, stages = stages_class(wanted, cache)
+        self.selection, stages = stages_class(wanted, cache, sequences)
         self.inner: Stages = stages(cache, sequences, options, share.inner if share else None)
         self.partial: torch.Tensor | None = None
         if kernels == "triton":

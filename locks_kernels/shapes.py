@@ -20,6 +20,7 @@ HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 RANKS = (2, 4, 8)
 MAX_GROUP = 16
+MAX_SEQUENCES = 65535  # in a batch; a CUDA grid's second and third axis are no longer
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2}
 
 

@@ -1,13 +1,18 @@
-"""Launch shapes of the CUDA stages on devices of every size, without one."""
+"""Launch shapes of the CUDA stages on devices of every size, and what they refuse, without a device."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
 
-from locks_kernels.cuda.launch import GROUP_PAGES, RESERVED_SHARED_BYTES, Launch
-from locks_kernels.shapes import HEAD_DIMS, PAGE_SIZES, RANKS, DecodeShape
+from locks_kernels.cache import PagedCache, Sequences
+from locks_kernels.cuda.inputs import check_cache, check_tensor
+from locks_kernels.cuda.launch import ATTEND_WARPS, GROUP_PAGES, RESERVED_SHARED_BYTES, SELECT_STATIC_BYTES, Launch
+from locks_kernels.shapes import HEAD_DIMS, PAGE_SIZES, RANKS, DecodeShape, ShapeError
 from locks_kernels.summary import RecordLayout
 
 DEVICES = {"H200": (132, 227 << 10), "A100": (108, 163 << 10), "L40S": (142, 99 << 10)}  # multiprocessors, bytes a block
@@ -31,3 +36,64 @@ def test_the_scorers_ring_fits_and_has_a_stage_for_every_warp_of_a_head(device: 
         assert 2 <= stages >= plan.score_subs >= 1, shape
         assert stages * stage + RESERVED_SHARED_BYTES <= plan.shared_bytes, shape
         assert plan.score_blocks * (kv_heads // plan.score_heads) <= max(plan.sm_count, kv_heads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_supported_fits_and_the_rest_says_why(device: str) -> None:
+    largest = 8 if device == "H200" else 1
+    refused = set()
+    for kv_heads, group, head_dim, max_pages, batch in itertools.product(
+        (1, 8), GROUPS, HEAD_DIMS, (1, 127, 128, 129, 8192, 15_000, 65_536, 1 << 20), (1, 64, 65_535, 65_536)
+    ):
+        plan = plan_of(device, DecodeShape(kv_heads * group, kv_heads, head_dim), batch, max_pages)
+        reason = plan.unsupported(largest)
+        if reason:
+            refused.add(next(word for word in ("sequences", "attention", "block tables") if word in reason))
+            continue
+        blocks = plan.select_cluster(largest)
+        slice_pages = -(-max_pages // (4 * blocks)) * 4  # as select.cu has it, then whole warps
+        assert -(-slice_pages // 128) * 128 <= plan.slice_capacity(blocks)
+        assert plan.select_shared_bytes(blocks) + SELECT_STATIC_BYTES <= plan.shared_bytes
+        blocks = plan.attend_cluster(largest)
+        outputs = group * min(head_dim, 128)
+        static = 8 * ATTEND_WARPS * group + 4 * outputs + 8 * blocks * group  # the arrays of attend.cu
+        assert plan.attend_shared_bytes(plan.attend_stages(blocks)) + static <= plan.shared_bytes
+    assert refused == {"sequences", "block tables"} | ({"attention"} if device == "L40S" else set())
+
+
+def refused_by(check: Callable[[], None]) -> str:
+    with pytest.raises(ShapeError) as error:
+        check()
+    return str(error.value)
+
+
+def test_tensors_that_the_kernels_would_misread_are_refused() -> None:
+    """Views of a fused projection, other types, addresses between two loads."""
+    fused = torch.zeros(2, 48, 64, dtype=torch.bfloat16)
+
+    def check(tensor: torch.Tensor) -> None:
+        check_tensor("query", tensor, (2, 32, 64), torch.bfloat16, torch.device("cpu"))
+
+    check(fused[:, :32].contiguous())
+    assert "strides (3072, 64, 1)" in refused_by(lambda: check(fused[:, :32]))
+    assert "torch.float32" in refused_by(lambda: check(torch.zeros(2, 32, 64)))
+    assert "(1, 32, 64)" in refused_by(lambda: check(fused[:1, :32]))
+    refused_by(lambda: check(torch.zeros(2 * 32 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 32, 64)))
+
+
+def test_caches_that_the_kernels_would_misread_are_refused() -> None:
+    cache = PagedCache.allocate(DecodeShape(4, 2), 6, "cpu")
+    table, lens = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    check_cache(cache, Sequences(table, lens))
+    page_major = replace(cache, keys=cache.keys.contiguous(), values=cache.values.contiguous())
+    check_cache(page_major, Sequences(table, lens))
+    cases = [
+        ("block_table", cache, Sequences(table[:, :3], lens)),
+        ("block_table", cache, Sequences(table.long(), lens)),
+        ("seq_lens", cache, Sequences(table, lens.long())),
+        ("values", replace(cache, values=cache.values.contiguous()), Sequences(table, lens)),
+        ("keys", replace(cache, keys=cache.keys.half(), values=cache.values.half()), Sequences(table, lens)),
+        ("summaries", replace(cache, summaries=cache.summaries[..., :-1]), Sequences(table, lens)),
+    ]
+    for name, broken, sequences in cases:
+        assert name in refused_by(lambda broken=broken, sequences=sequences: check_cache(broken, sequences))

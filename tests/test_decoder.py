@@ -151,6 +151,23 @@ def test_unknown_and_unsupported_kernels_say_why(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ShapeError, match="TRITON_INTERPRET=1"):
         stages_class("triton", on_cpu)
     assert stages_class("auto", on_cpu)[0] == "reference"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    many = Sequences(torch.zeros(65_536, 1, dtype=torch.int32), torch.zeros(65_536, dtype=torch.int32))
+    with pytest.raises(ShapeError, match="65536 sequences in a batch; at most 65535"):
+        stages_class("triton", on_cpu, many)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a device's limits")
+@pytest.mark.gpu
+def test_tables_too_wide_for_the_cuda_selection_go_to_triton() -> None:
+    cache, sequences = make(TINY, (70, 90))
+    sequences.block_table = torch.nn.functional.pad(sequences.block_table, (0, 1 << 20))
+    with pytest.raises(ShapeError, match="too wide"):
+        LocksDecoder(cache, sequences, OPTIONS, "cuda")
+    decoder = LocksDecoder(cache, sequences, OPTIONS)
+    assert decoder.kernels == "triton"
+    query, keys, values = new_token(cache, 2, 0)
+    assert_step(decoder, query, decoder.step(query, keys, values))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="threads and devices of CUDA")

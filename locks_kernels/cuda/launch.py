@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from locks_kernels.shapes import DecodeShape
+from locks_kernels.shapes import MAX_SEQUENCES, DecodeShape
 from locks_kernels.summary import RecordLayout
 
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
@@ -16,7 +16,7 @@ SCORE_LEAVES_BYTES = 65536  # of an SM's shared memory, for the selection's bloc
 SELECT_THREADS, SELECT_STATIC_BYTES, SELECT_HISTOGRAM_BYTES = 512, 20480, 16384
 SLICE_PAGES = 2048  # pages below which another block of the selection's cluster does not pay
 APPEND_WARPS = 2
-ATTEND_WARPS, ATTEND_RING, ATTEND_STATIC_BYTES = 8, 3, 16384
+ATTEND_WARPS, ATTEND_RING = 8, 3
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,38 @@ class Launch:
         groups = self.batch * -(-self.max_pages // GROUP_PAGES)
         return max(1, min(self.sm_count // (self.shape.kv_heads // self.score_heads), groups))
 
+    def unsupported(self, largest: int) -> str | None:
+        """Why a device with clusters of `largest` blocks cannot run these launches; None if it can."""
+        if self.batch > MAX_SEQUENCES:
+            return f"{self.batch} sequences in a batch; at most {MAX_SEQUENCES}"
+        attend_bytes = self.attend_shared_bytes(1) + self._attend_static_bytes
+        if attend_bytes > self.shared_bytes:
+            return (
+                f"attention with head_dim {self.shape.head_dim} and {self.shape.group} query heads a KV head needs "
+                f"{attend_bytes} bytes of shared memory a block, the device has {self.shared_bytes}"
+            )
+        if not self._slice_fits(largest):
+            return (
+                f"block tables of {self.max_pages} pages are too wide for the selection's shared memory, "
+                f"{self.shared_bytes} bytes in each of {largest} blocks; use larger pages"
+            )
+        return None
+
+    def slice_capacity(self, blocks: int) -> int:
+        """Pages that a block of the selection has room for: whole warps of four keys a lane."""
+        return -(-(-(-self.max_pages // blocks) + 4) // 128) * 128
+
+    def select_shared_bytes(self, blocks: int) -> int:
+        return SELECT_HISTOGRAM_BYTES + 4 * self.slice_capacity(blocks)
+
+    def _slice_fits(self, blocks: int) -> bool:
+        return self.select_shared_bytes(blocks) + SELECT_STATIC_BYTES <= self.shared_bytes
+
     def select_cluster(self, largest: int) -> int:
         """Blocks per (sequence, KV head): up to two per SM while slices are long, more while a slice does not fit."""
         units, blocks = self.batch * self.shape.kv_heads, 1
-        capacity = (self.shared_bytes - SELECT_STATIC_BYTES - SELECT_HISTOGRAM_BYTES) // 4 - 256
         while blocks < largest and (
-            -(-self.max_pages // blocks) > capacity
-            or (blocks * units <= self.sm_count and self.max_pages >= 2 * blocks * SLICE_PAGES)
+            not self._slice_fits(blocks) or (blocks * units <= self.sm_count and self.max_pages >= 2 * blocks * SLICE_PAGES)
         ):
             blocks *= 2
         return blocks
@@ -108,12 +133,17 @@ class Launch:
     def attend_stages(self, blocks: int) -> int:
         """Tiles in a warp's ring: no more than it has, and what fits beside the merge buffers."""
         tiles = -(-self.kept * self.shape.page_size // (16 * blocks * ATTEND_WARPS))
-        fits = (self.shared_bytes - ATTEND_STATIC_BYTES) // (ATTEND_WARPS * self._attend_tile_bytes)
+        fits = (self.shared_bytes - self._attend_static_bytes) // (ATTEND_WARPS * self._attend_tile_bytes)
         return max(1, min(ATTEND_RING, tiles, fits))
 
     @property
     def _attend_tile_bytes(self) -> int:
         return 16 * 2 * (self.shape.head_dim + min(self.shape.head_dim, 128))
+
+    @property
+    def _attend_static_bytes(self) -> int:
+        """At most: weights of the warps; outputs, maxima and sums received from a cluster."""
+        return self.shape.group * (8 * ATTEND_WARPS + 4 * min(self.shape.head_dim, 128) + 8 * LARGEST_CLUSTER)
 
     def attend_shared_bytes(self, stages: int) -> int:
         partial_outputs = 4 * self.shape.group * min(self.shape.head_dim, 128)

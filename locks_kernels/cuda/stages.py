@@ -7,19 +7,25 @@ import importlib.util
 import torch
 
 from locks_kernels.cache import PagedCache, Sequences
+from locks_kernels.cuda.inputs import check_cache, check_tensor
 from locks_kernels.cuda.launch import (
     APPEND_WARPS,
     ATTEND_WARPS,
     GROUP_PAGES,
     LARGEST_CLUSTER,
     PORTABLE_CLUSTER,
-    SELECT_HISTOGRAM_BYTES,
     SELECT_THREADS,
     Launch,
 )
 from locks_kernels.cuda.program import Kernel
 from locks_kernels.decode import Stages
-from locks_kernels.shapes import SelectOptions
+from locks_kernels.shapes import DecodeShape, SelectOptions
+
+
+def plan_on(device: torch.device, shape: DecodeShape, batch: int, max_pages: int, kept: int) -> Launch:
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Launch(shape, batch, max_pages, kept, properties.multi_processor_count, shared_bytes)
 
 
 class CudaStages:
@@ -31,6 +37,7 @@ class CudaStages:
     tables: torch.Tensor
 
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
+        check_cache(cache, sequences)
         self.cache, self.sequences, self.options = cache, sequences, options
         shape, device = cache.shape, cache.keys.device
         kept = options.kept_pages(shape.page_size)
@@ -38,16 +45,7 @@ class CudaStages:
             own = {"cache": cache, "sequences": sequences, "tables": torch.full_like(share.tables, -1)}
             self.__dict__.update({**share.__dict__, **own})
             return
-        properties = torch.cuda.get_device_properties(device)
-        plan = Launch(
-            shape,
-            sequences.batch,
-            sequences.max_pages,
-            kept,
-            properties.multi_processor_count,
-            properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-        )
-        self.plan = plan
+        self.plan = plan = plan_on(device, shape, sequences.batch, sequences.max_pages, kept)
         heads = (sequences.batch, shape.query_heads)
         stride = -(-sequences.max_pages // GROUP_PAGES) * GROUP_PAGES
         self.scores = torch.empty(*heads, stride, dtype=torch.float32, device=device)
@@ -71,9 +69,9 @@ class CudaStages:
         self.score_kernel = Kernel("score", "score", plan.score_macros, device, threads, plan.score_ring_bytes)
         for largest in (LARGEST_CLUSTER, PORTABLE_CLUSTER) if self.score_kernel.overlaps else (1,):
             self.select_blocks = blocks = plan.select_cluster(largest)
-            self.slice_capacity = -(-(-(-plan.max_pages // blocks) + 4) // 128) * 128  # whole warps of four keys a lane
+            self.slice_capacity = plan.slice_capacity(blocks)
             macros = {**plan.macros, "CLUSTER": blocks}
-            shared_bytes = SELECT_HISTOGRAM_BYTES + 4 * self.slice_capacity
+            shared_bytes = plan.select_shared_bytes(blocks)
             self.select_kernel = Kernel("select", "select_pages", macros, device, SELECT_THREADS, shared_bytes)
             if blocks <= PORTABLE_CLUSTER or self.select_kernel.runs_at_once(blocks, heads):
                 break
@@ -90,14 +88,24 @@ class CudaStages:
         self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, 32 * APPEND_WARPS)
 
     @staticmethod
-    def unsupported(cache: PagedCache) -> str | None:
-        if cache.keys.device.type != "cuda":
+    def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:
+        device = cache.keys.device
+        if device.type != "cuda":
             return "needs a CUDA device"
-        if torch.cuda.get_device_capability(cache.keys.device) < (8, 0):
+        if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
             return "needs compute capability 8.0 or newer (int8 tensor cores, asynchronous copies)"
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
             return "needs cuda-core: pip install 'locks-bench[cuda]'"
-        return None
+        batch, max_pages = (sequences.batch, sequences.max_pages) if sequences else (1, 1)
+        plan = plan_on(device, cache.shape, batch, max_pages, kept=1)
+        return plan.unsupported(PORTABLE_CLUSTER if capability >= (9, 0) else 1)
+
+    def _check_token(self, **tensors: torch.Tensor) -> None:
+        """Queries and outputs are [B, HQ, D], new keys and values [B, H, D], all in the cache's type."""
+        shape, pool = self.cache.shape, self.cache.keys
+        for name, tensor in tensors.items():
+            heads = shape.kv_heads if name in ("keys", "values") else shape.query_heads
+            check_tensor(name, tensor, (self.sequences.batch, heads, shape.head_dim), pool.dtype, pool.device)
 
     @property
     def _strides(self) -> tuple[tuple[int], tuple[int], tuple[int]]:
@@ -115,6 +123,7 @@ class CudaStages:
         self.build_kernel.launch((blocks, 1, 1), arguments)
 
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._check_token(keys=keys, values=values)
         cache, sequences = self.cache, self.sequences
         batch, kv_heads = sequences.batch, cache.shape.kv_heads
         self.append_kernel.launch(
@@ -135,6 +144,7 @@ class CudaStages:
         )
 
     def score(self, query: torch.Tensor) -> None:
+        self._check_token(query=query)
         cache, sequences, plan = self.cache, self.sequences, self.plan
         kv_heads = cache.shape.kv_heads
         self.score_kernel.launch(
@@ -177,6 +187,7 @@ class CudaStages:
         )
 
     def attend(self, query: torch.Tensor, out: torch.Tensor) -> None:
+        self._check_token(query=query, out=out)
         cache, sequences, plan = self.cache, self.sequences, self.plan
         self.attend_kernel.launch(
             (self.attend_blocks, cache.shape.kv_heads * plan.attend_parts, sequences.batch),
