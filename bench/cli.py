@@ -25,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # which takes "[default: ...]" in a help text for markup, and drops it
 )
 app.command()(latency)
 app.command()(sweep)

@@ -40,6 +40,12 @@ def test_answers_at_once_without_torch(arguments: tuple[str, ...]) -> None:
     assert min(times) < SECONDS
 
 
+def test_help_tells_defaults_that_depend_on_the_device() -> None:
+    text = " ".join(start("latency", "--help")[0].split())
+    for default in ("8K,32K,128K; cpu: 2K", "fa3,flashinfer,locks; cpu: sdpa,locks", "2048; cpu: 512"):
+        assert f"[default: {default}]" in text
+
+
 def test_list_names_backends_and_presets() -> None:
     text, _ = start("list", "--json", "-")
     found = json.loads(text.rpartition("\n[")[0])
