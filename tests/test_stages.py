@@ -248,6 +248,31 @@ def test_select_of_ties_is_exact(kernels: str, pattern: str, combine: str) -> No
     assert torch.equal(stages.tables, reference.select(combined, sequences, shape, options))
 
 
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("size", (1e4, 2e6))
+def test_select_keeps_the_best_pages_of_enormous_scores(kernels: str, size: float, combine: str) -> None:
+    """Scores whose last place is worth more than a page's share (8 heads round differently)."""
+    shape = DecodeShape(8, 8, 64, 16, 2)
+    options = SelectOptions(20 * 16, combine=combine)
+    pages, best = 90, torch.tensor((11, 40, 41, 70))
+    cache, sequences = make(shape, (pages * 16 + 1,))
+    table = sequences.block_table[0, :pages].long()
+    level = -torch.ones(pages)
+    level[best] = 1.0
+    cache.keys[table] = 0
+    cache.keys[table, :, :, 0] = level.to(DEVICE, cache.keys.dtype)[:, None, None]
+    reference.build(cache, table)
+    query = torch.zeros(1, 8, 64, device=DEVICE, dtype=cache.keys.dtype)
+    query[0, :, 0] = 8 * size * torch.linspace(1.0, 1.9, 8, device=DEVICE)
+    stages = make_stages(kernels, cache, sequences, options)
+    stages.score(query)
+    assert (stages.scores[0, :, best].abs() > 0.9 * size).all()
+    stages.select()
+    combined = reference.combine(scores_of(stages, cache, sequences, options), 8, combine)
+    assert torch.equal(stages.tables, reference.select(combined, sequences, shape, options))
+    assert all(set(best.tolist()) < set(head.tolist()) for head in stages.tables[0])
+
+
 def any_tables(sequences: Sequences, shape: DecodeShape, kept: int) -> torch.Tensor:
     """Every second page, the last one always, at most `kept`, a different set for each head."""
     tables = torch.full((sequences.batch, shape.kv_heads, kept), -1, dtype=torch.int32, device=DEVICE)

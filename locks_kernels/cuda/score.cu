@@ -14,19 +14,19 @@
 //  * With at most 4 heads a group, rows 0-3 serve an even page and rows 4-7 the odd one behind it (block diagonal).
 //
 // One block owns a run of pages of HEADS heads and takes them in groups of 8: a producer warp brings each group's records by
-// bulk copies into a ring of STAGES slots; warp (sub, head) takes every SUBS-th group.  All heads of a page are one contiguous
-// copy.  With at most 4 heads a group eight consumer warps do as well as 16 (bytes bind) and leave room on the SM for the blocks
-// that finish a new page and that select.
+// asynchronous copies (bulk ones from sm_90 on) into a ring of STAGES slots; warp (sub, head) takes every SUBS-th group.  All
+// HEADS heads of a page are one contiguous copy.  With at most 4 query heads a group eight consumer warps do as well as 16 (bytes
+// bind) and leave room on the SM for the blocks that finish a new page and that select.
 #include "common.cuh"
 
-// Set by the launcher: HEADS KV heads per block, WARPS at most so many consumer warps, UNROLL page pairs (pages for G > 4)
+// Set by the launcher: HEADS KV heads per block, WARPS consumer warps, UNROLL page pairs (pages for G > 4)
 // in flight per warp, SHARED_BYTES for the ring.
 constexpr int SUBS = WARPS / HEADS;
-constexpr int CONSUMERS = HEADS * SUBS;
-constexpr int THREADS = 32 * (CONSUMERS + 1);
+constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int PAGE_BYTES = HEADS * RECORD;
 constexpr int STAGE_BYTES = GROUP_PAGES * PAGE_BYTES;
 constexpr int STAGES = SHARED_BYTES / STAGE_BYTES;
+static_assert(WARPS == HEADS * SUBS);
 static_assert(STAGES >= SUBS, "a warp would wait for a slot that is several rounds behind");
 
 constexpr int STEPS = D / 32;            // 32-channel steps of the projection
@@ -53,11 +53,6 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
         "@!p bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 #endif
 }
-__device__ __forceinline__ void barrier_expect(uint32 barrier, uint32 bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;}" ::"r"(barrier), "r"(bytes) : "memory");
-#endif
-}
 
 // Records are read once: they leave the second-level cache first, so that scores, block table and query stay for `select`.
 __device__ __forceinline__ uint64 read_once_policy() {
@@ -68,16 +63,33 @@ __device__ __forceinline__ uint64 read_once_policy() {
     return policy;
 }
 
-// One page's records into shared memory; completes on `barrier`.
-__device__ __forceinline__ void copy_page(uint32 to, const uint8* from, uint32 barrier, uint64 policy) {
+// The records of `pages` pages into a slot; the whole warp calls, lane i with the address of page i, and `barrier` completes
+// when they are there.  Before sm_90 each lane copies 16 bytes at a time and its arrival is one of COPY_ARRIVALS.
 #if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-        "l"(from), "r"(PAGE_BYTES), "r"(barrier), "l"(policy)
-        : "memory");
+constexpr int COPY_ARRIVALS = 1;
 #else
-    for (int at = 0; at < PAGE_BYTES; at += 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(from + at) : "memory");
+constexpr int COPY_ARRIVALS = 32;
+#endif
+__device__ __forceinline__ void copy_pages(uint32 to, const uint8* from, int pages, uint32 barrier, uint64 policy) {
+    const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0)
+        asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;}" ::"r"(barrier), "r"(pages * PAGE_BYTES)
+                     : "memory");
+    __syncwarp();
+    if (lane < pages)
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                to + lane * PAGE_BYTES),
+            "l"(from), "r"(PAGE_BYTES), "r"(barrier), "l"(policy)
+            : "memory");
+#else
+    for (int page = 0; page < pages; ++page) {
+        const uint64 start = __shfl_sync(ALL_LANES, reinterpret_cast<uint64>(from), page);
+        for (int at = 16 * lane; at < PAGE_BYTES; at += 16 * 32)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + page * PAGE_BYTES + at), "l"(start + at) : "memory");
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 
@@ -323,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int first_head = blockIdx.y * HEADS;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(shared_address(&full[i]), 1);
+            barrier_init(shared_address(&full[i]), COPY_ARRIVALS);
             barrier_init(shared_address(&empty[i]), HEADS);
         }
 #if __CUDA_ARCH__ >= 900
@@ -342,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (uint32 n; begin < end && skipped + (n = scored_pages(seq_lens[sequence], recent_pages)) <= begin; ++sequence) skipped += n;
     int page = static_cast<int>(begin - skipped);  // of `sequence`, where this block goes on
 
-    if (warp == CONSUMERS) {
+    if (warp == WARPS) {
         const uint64 policy = read_once_policy();
         int slot = 0, round = 0;
         for (uint32 at = begin; at < end; ++sequence, page = 0) {
@@ -357,17 +369,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const int id = __shfl_sync(ALL_LANES, ids, part * GROUP_PAGES + lane % GROUP_PAGES);
                     const int pages = min(GROUP_PAGES, stop - from);
                     barrier_wait(shared_address(&empty[slot]), (round & 1) ^ 1);
-                    const uint32 barrier = shared_address(&full[slot]);
-                    if (lane == 0) barrier_expect(barrier, pages * PAGE_BYTES);
-                    __syncwarp();
-                    if (lane < pages)
-                        copy_page(shared_address(stages + slot * STAGE_BYTES + lane * PAGE_BYTES),
-                                  summaries + (static_cast<int64>(id) * kv_heads + first_head) * RECORD, barrier, policy);
-#if __CUDA_ARCH__ < 900
-                    asm volatile("cp.async.wait_all;" ::: "memory");
-                    __syncwarp();
-                    if (lane == 0) barrier_arrive(barrier);
-#endif
+                    copy_pages(shared_address(stages + slot * STAGE_BYTES),
+                               summaries + (static_cast<int64>(id) * kv_heads + first_head) * RECORD, pages,
+                               shared_address(&full[slot]), policy);
                     if (++slot == STAGES) slot = 0, ++round;
                 }
                 ids = next_ids;

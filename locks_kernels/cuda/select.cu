@@ -108,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float bound = 0.f;
 #pragma unroll
     for (int g = 0; g < G; ++g) bound += peaks[g];
-    const uint32 top = __float_as_uint(bound) + (1u << 16);  // 0.8 % above, so that no rounding exceeds it
+    // 0.8 % above, so that no rounding exceeds it while scores stay within some ten thousand nats; beyond, the best pages tie
+    const uint32 top = __float_as_uint(bound) + (1u << 16);
 #pragma unroll 2
     for (int i = 4 * tid; i < padded; i += 4 * THREADS) {
         float combined[4] = {};
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         uint32 key[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-            key[j] = i + j < length && begin + i + j >= sink_pages ? top - __float_as_uint(combined[j]) : EXCLUDED;
+            key[j] = i + j < length && begin + i + j >= sink_pages ? top - min(__float_as_uint(combined[j]), top - 1) : EXCLUDED;
         *reinterpret_cast<uint4*>(page_keys + i) = make_uint4(key[0], key[1], key[2], key[3]);
     }
 
