@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from harness.backend import Backend, Check, Launch
+from harness.backend import Check, Launch
+from harness.backends.sparse import SparseStep
 from harness.case import Case
-from harness.environment import version
 from harness.memory import local_shape
-from harness.verify_selection import checked_sequences
 from harness.workload import Workload
 from locks_kernels import reference
 from locks_kernels.cost import TABLE_ENTRY_BYTES
@@ -25,36 +24,31 @@ from locks_kernels.decode import Stages, stages_class
 from locks_kernels.selector_cost import page_selector_bytes
 
 
-class SlidingWindow(Backend):
+class SlidingWindow(SparseStep):
     name = "sliding-window"
-    writes_cache = True
 
     def __init__(self) -> None:
-        self._stages: list[Stages] = []
-        self._outputs: list[torch.Tensor] = []
+        super().__init__()
+        self._inner: list[Stages] = []
         self._kernels: str | None = None
-
-    def version(self) -> str | None:
-        return version("locks-bench")
 
     def prepare(self, workload: Workload, copy: int) -> Launch:
         on_cpu = workload.device.type == "cpu"
         self._kernels, stages = stages_class("reference" if on_cpu else "auto", workload.caches[copy])
-        self._stages.append(
-            stages(workload.caches[copy], workload.sequences, workload.case.select, self._stages[0] if self._stages else None)
-        )
-        self._outputs.append(torch.empty_like(workload.queries[copy]))
+        share = self._inner[0] if self._inner else None
+        self._inner.append(stages(workload.caches[copy], workload.sequences, workload.case.select, share))
+        out = self._add(workload, copy, self._inner[copy])
         parts = self.stages(workload, copy)
 
         def launch() -> torch.Tensor:
             for part in parts.values():
                 part()
-            return self._outputs[copy]
+            return out
 
         return launch
 
     def stages(self, workload: Workload, copy: int) -> dict[str, Callable[[], object]]:
-        stages, shape, options = self._stages[copy], workload.shape, workload.case.select
+        stages, shape, options = self._inner[copy], workload.shape, workload.case.select
         keys, values = workload.new_keys[copy], workload.new_values[copy]
         if workload.device.type == "cpu":
 
@@ -70,13 +64,8 @@ class SlidingWindow(Backend):
         attend = partial(stages.attend, workload.queries[copy], self._outputs[copy])
         return {"append": append, "select": select, "attend": attend}
 
-    def expected(self, workload: Workload, copy: int) -> torch.Tensor:
-        query = workload.queries[copy][workload.checked].float()
-        tables = _window(workload)[workload.checked]
-        return reference.attend(query, workload.caches[copy], checked_sequences(workload), tables)[0]
-
     def check(self, workload: Workload, copy: int) -> list[Check]:
-        same = torch.equal(self._stages[copy].tables, _window(workload))
+        same = torch.equal(self._inner[copy].tables, _window(workload))
         return [Check("tables_are_the_window", same, same)]
 
     def bytes(self, case: Case) -> dict[str, int]:
