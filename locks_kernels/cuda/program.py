@@ -35,7 +35,8 @@ def compile_cubin(source: str, macros: Mapping[str, object], arch: str) -> bytes
 
     text = (SOURCES / f"{source}.cu").read_text()
     _, *version = nvrtc.nvrtcVersion()
-    key = repr((text, (SOURCES / "common.cuh").read_text(), sorted(macros.items()), arch, version))
+    headers = [file.read_text() for file in sorted(SOURCES.glob("*.cuh"))]
+    key = repr((text, headers, sorted(macros.items()), arch, version))
     cached = cache_directory() / f"{source}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     with contextlib.suppress(OSError):  # not there, or another user's
         digest, binary = (content := cached.read_bytes())[:DIGEST_BYTES], content[DIGEST_BYTES:]
