@@ -203,6 +203,52 @@ def test_a_cache_on_another_device_than_the_current_one() -> None:
     assert_close_output(out, expected, TINY.dtype)
 
 
+HEADS = ((1, 16), (1, 7), (2, 5), (5, 1), (6, 2), (7, 5), (9, 3), (10, 4), (11, 8), (12, 8), (32, 1))  # KV heads, group
+
+
+@pytest.mark.skipif(not ON_GPU, reason="too much to interpret")
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(("kv_heads", "group"), HEADS)
+@pytest.mark.parametrize(("head_dim", "page"), ((64, 32), (128, 16), (256, 64)))
+def test_every_number_of_heads(kernels: str, kv_heads: int, group: int, head_dim: int, page: int) -> None:
+    shape, options = DecodeShape(kv_heads * group, kv_heads, head_dim, page), SelectOptions(5 * page)
+    cache, sequences = make(shape, (70 * page - 1, 0, 5 * page, 5 * page + 1))
+    make_stages(kernels, cache, sequences, options)
+    decoder = LocksDecoder(cache, sequences, options, kernels)
+    decoder.prefill()
+    for step in range(3):
+        sequences.seq_lens += (sequences.seq_lens > 0).int()
+        query, keys, values = new_token(cache, 4, step)
+        assert_step(decoder, query, decoder.step(query, keys, values))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_one_graph_is_replayed_as_lengths_jump(kernels: str) -> None:
+    """Nothing of a longer or shorter step before is left in use: the workspace is poison before every replay."""
+    shape, options = DecodeShape(32, 8), SelectOptions(6 * 16)
+    cache, sequences = make(shape, (320, 320, 320))
+    make_stages(kernels, cache, sequences, options)
+    decoder = LocksDecoder(cache, sequences, options, kernels)
+    inputs = new_token(cache, 3, 0)
+    out = torch.empty_like(inputs[0])
+    decoder.step(*inputs, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step(*inputs, out)
+    jumps = ((0, 0, 0), (1, 16, 17), (95, 96, 97), (320, 0, 1), (97, 112, 96), (0, 1, 320), (0, 0, 0), (320, 320, 320))
+    for lengths in (*jumps, *reversed(jumps)):
+        sequences.seq_lens.copy_(torch.tensor(lengths))
+        for name in ("scores", "partials"):
+            if hasattr(decoder.stages, name):
+                getattr(decoder.stages, name).fill_(float("nan"))
+        out.fill_(float("nan"))
+        decoder.tables.fill_(1 << 30)
+        graph.replay()
+        assert_step(decoder, inputs[0], out)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a GPU")
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", KERNELS)

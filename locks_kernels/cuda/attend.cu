@@ -7,7 +7,7 @@
 //  * values: lane (row, quad) reads channels 64 c + 8 row ... + 7 of tokens 2 quad, + 1, + 8, + 9; one byte-permute packs two
 //    tokens of one channel, and the product's column n stands for channel 64 c + 8 n + i.
 // Partial results (largest logit, sum, output) meet in shared memory, then each block of the cluster sends every other its slice:
-// one cluster barrier, no second launch.
+// one cluster barrier to wait at (a first one, that all have started, is over by then), no second launch.
 #include "common.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;

@@ -1,8 +1,8 @@
 // Shared device code: tensor-core instructions, bulk copies, barriers, clusters.  Written for NVRTC without any header.
 //
 // Compile-time parameters of every kernel (macros): D head width, PAGE tokens per page, R rank, G query heads per KV head,
-// FP16 1 for float16 caches and 0 for bfloat16.  Lane naming used throughout: `row` = lane / 4, `quad` = lane % 4, the two
-// coordinates that the fragments of mma.sync have in common.
+// FP16 1 for float16 caches and 0 for bfloat16, SOFTMAX_SCALE 1/sqrt(D).  Lane naming used throughout: `row` = lane / 4,
+// `quad` = lane % 4, the two coordinates that the fragments of mma.sync have in common.
 #pragma once
 
 typedef unsigned char uint8;
