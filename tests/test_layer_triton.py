@@ -29,11 +29,13 @@ def wide(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [tensor if tensor is None else tensor.float() for tensor in tensors]
 
 
-@pytest.fixture(scope="module")
-def fused():
+@pytest.fixture
+def fused(monkeypatch):
+    """With the fused kernels for all batches that they can take."""
     pytest.importorskip("triton")
     from locks_kernels import layer_triton
 
+    monkeypatch.setattr(layer_triton, "GEMV_BATCH", 4)
     return layer_triton
 
 
