@@ -3,7 +3,7 @@
 // Cholesky factor with diagonal pivoting, then one-sided Jacobi on the factor's columns, which end as the columns of
 // C = U sqrt(lambda).  The factor is what makes three sweeps enough, whatever the data: on the Gram matrix itself, whose condition
 // is the square, the same rotations need six to eight when the spectrum decays.  Measured on random, low-rank and smooth pages,
-// the added error after three sweeps is below 4e-4 of |D|; quantisation alone is 0.1 to 0.6.  A lane holds two columns (or SPLIT
+// the added error after three sweeps is below 4e-4 of |D|; rank 8 and int4 together cost 0.1 to 0.6.  A lane holds two columns (or SPLIT
 // lanes a part of their rows each) and rotates them against each other without any exchange; see `sweep` for who meets whom.
 #pragma once
 #include "common.cuh"
