@@ -162,6 +162,12 @@ def build(cache: PagedCache, page_ids: torch.Tensor) -> None:
     )
 
 
+def finalise_slots(cache: PagedCache, slots: torch.Tensor) -> None:
+    """`reference.finalise_slots`: summarise the pages whose last slot is among `slots`, int64 [T]."""
+    page_size = cache.shape.page_size
+    build(cache, torch.where(slots % page_size == page_size - 1, slots // page_size, -1).where(slots >= 0, -1))
+
+
 def append(cache: PagedCache, sequences: Sequences, keys: torch.Tensor, values: torch.Tensor) -> None:
     """`reference.append`: write the token at `seq_lens - 1`.  keys, values: [B, H, D], last axis contiguous."""
     _append(cache, sequences, keys, values, finalise=False)

@@ -23,7 +23,7 @@ class PagedCache:
     """One layer's cache.
 
     keys, values  shape.dtype  [num_pages, H, PAGE, D]; equal strides, last axis contiguous
-    summaries     uint8        [num_pages, H, record_bytes], contiguous; valid for complete pages only
+    summaries     uint8        [num_pages, H, record_bytes], the heads of a page side by side; valid for complete pages only
     """
 
     shape: DecodeShape

@@ -45,6 +45,7 @@ class Stages(Protocol):
     def score(self, query: torch.Tensor) -> None: ...
     def select(self) -> None: ...
     def attend(self, query: torch.Tensor, out: torch.Tensor) -> None: ...
+    def finalise_slots(self, slots: torch.Tensor) -> None: ...
 
 
 class ReferenceStages:
@@ -63,6 +64,9 @@ class ReferenceStages:
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         reference.append(self.cache, self.sequences, keys, values)
         reference.finalise(self.cache, self.sequences)
+
+    def finalise_slots(self, slots: torch.Tensor) -> None:
+        reference.finalise_slots(self.cache, slots)
 
     def score(self, query: torch.Tensor) -> None:
         self.scores = reference.score(query, self.cache, self.sequences, self.options.recent_pages)
@@ -124,7 +128,8 @@ class LocksDecoder:
     ) -> torch.Tensor:
         """Append the token at position `seq_lens - 1`, summarise its page if that is now full, and attend.
 
-        query [B, HQ, D], keys and values [B, H, D], out like query: for "cuda" contiguous and in the cache's type (ShapeError).
+        query [B, HQ, D], keys and values [B, H, D], out like query: for "cuda" in the cache's type and contiguous, save that
+        the query's rows may lie apart (ShapeError).
         The caller advances `seq_lens` before (once for all layers).  Sequences of length 0 give zeros.
         """
         out = torch.empty_like(query) if out is None else out

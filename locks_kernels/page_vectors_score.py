@@ -192,13 +192,16 @@ def score(
     )
 
 
-def share_out(partial: torch.Tensor, shape: DecodeShape, sequences: Sequences, recent_pages: int, parts: torch.Tensor) -> None:
-    """Give the CUDA selection its `parts` [B, HQ, n, 2]: every part gets the whole row's log-sum-exp.
+def share_out(
+    partial: torch.Tensor, shape: DecodeShape, sequences: Sequences, recent_pages: int, parts: torch.Tensor, span: int
+) -> None:
+    """Give the CUDA selection its `parts` [B, HQ, n, 2]: every part gets the whole row's log-sum-exp.  `partial` comes from a
+    scorer whose programs take `span` pages each.
 
     The selection adds up those of a sequence, the same number for all its heads, which scales all shares alike and changes
     no order.
     """
-    programs, per_program = programs_of(shape, sequences)
+    programs = partial.shape[2]
     _share_out_kernel[(shape.query_heads, sequences.batch)](
         partial,
         sequences.seq_lens,
@@ -207,7 +210,7 @@ def share_out(partial: torch.Tensor, shape: DecodeShape, sequences: Sequences, r
         parts.shape[2],
         PAGE=shape.page_size,
         RECENT=recent_pages,
-        SPAN=BLOCK_P * per_program,
+        SPAN=span,
         PROGRAMS_PAD=triton.next_power_of_2(programs),
         PARTS_PAD=triton.next_power_of_2(parts.shape[2]),
         num_warps=4,

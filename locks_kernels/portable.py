@@ -46,8 +46,8 @@ class TritonStages:
         self._attend, self._build, self._score, self._select = attend, build, score, select
         self.cache, self.sequences, self.options = cache, sequences, options
         shape, batch, device = cache.shape, sequences.batch, cache.keys.device
-        self.kept_pages = options.kept_pages(shape.page_size)
-        self.tables = torch.full((batch, shape.kv_heads, self.kept_pages), -1, dtype=torch.int32, device=device)
+        self.table_pages = options.table_pages(shape.page_size)
+        self.tables = torch.full((batch, shape.kv_heads, self.table_pages), -1, dtype=torch.int32, device=device)
         size = (batch, shape.query_heads, sequences.max_pages)
         if share is not None:
             self.workspace: Workspace = cast(TritonStages, share).workspace
@@ -60,7 +60,7 @@ class TritonStages:
             scores=torch.full(size, float("-inf"), dtype=torch.float32, device=device),
             lse=torch.empty(batch, shape.query_heads, dtype=torch.float32, device=device),
             select=select.SelectWorkspace.allocate(shape, options, sequences),
-            attend=attend.AttendWorkspace.allocate(shape, batch, self.kept_pages, device),
+            attend=attend.AttendWorkspace.allocate(shape, batch, self.table_pages, device),
         )
 
     @property
@@ -81,11 +81,14 @@ class TritonStages:
     def build(self, page_ids: torch.Tensor) -> None:
         self._build.build(self.cache, page_ids)
 
+    def finalise_slots(self, slots: torch.Tensor) -> None:
+        self._build.finalise_slots(self.cache, slots)
+
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._build.append_finalise(self.cache, self.sequences, keys, values)
 
     def score(self, query: torch.Tensor) -> None:
-        self._score.score(query, self.cache, self.sequences, self.options.recent_pages, self.kept_pages, self.workspace.scores)
+        self._score.score(query, self.cache, self.sequences, self.options.recent_pages, self.table_pages, self.workspace.scores)
 
     def select(self) -> None:
         self._select.select(

@@ -68,6 +68,16 @@ def finalise(cache: PagedCache, sequences: Sequences) -> None:
     build(cache, sequences.block_table[filled].gather(1, last)[:, 0])
 
 
+def finalise_slots(cache: PagedCache, slots: torch.Tensor) -> None:
+    """Summarise every page whose last slot is among `slots`, int64 [T]: page * PAGE + offset; negative ones stand for nothing.
+
+    For engines that write the cache themselves, a prompt's chunk or one token per sequence at a time.
+    """
+    page_size = cache.shape.page_size
+    last = (slots >= 0) & (slots % page_size == page_size - 1)
+    build(cache, slots[last] // page_size)
+
+
 def scored_pages(seq_lens: torch.Tensor, shape: DecodeShape, recent_pages: int) -> torch.Tensor:
     """Pages [0, n) that are scored, int64 [B]: all but the recent ones, hence complete."""
     pages = (seq_lens.long() + shape.page_size - 1) // shape.page_size
@@ -115,14 +125,14 @@ def select(combined: torch.Tensor, sequences: Sequences, shape: DecodeShape, opt
     """Logical pages to attend, int32 [B, H, K], ascending, -1 behind the last one.
 
     Sink and recent pages always; of the others the best ones by `combined` [B, H, P], ties to the lowest page.  A sequence
-    of at most K pages keeps all of them.
+    of at most K pages keeps all of them; K counts `options.dense_tokens`, too.
     """
     batch, kv_heads, _ = combined.shape
-    kept = options.kept_pages(shape.page_size)
-    tables = torch.full((batch, kv_heads, kept), -1, dtype=torch.int32, device=combined.device)
+    kept, width = options.kept_pages(shape.page_size), options.table_pages(shape.page_size)
+    tables = torch.full((batch, kv_heads, width), -1, dtype=torch.int32, device=combined.device)
     for b, tokens in enumerate(sequences.seq_lens.tolist()):
         pages = shape.pages(tokens)
-        if pages <= kept:
+        if pages <= width:
             tables[b, :, :pages] = torch.arange(pages, device=combined.device)
             continue
         upper = pages - options.recent_pages
@@ -130,7 +140,7 @@ def select(combined: torch.Tensor, sequences: Sequences, shape: DecodeShape, opt
         candidates = combined[b, :, options.sink_pages : upper]
         best = candidates.sort(dim=-1, descending=True, stable=True).indices[:, :ranked] + options.sink_pages
         forced = torch.cat((torch.arange(options.sink_pages), torch.arange(upper, pages))).to(combined.device)
-        tables[b] = torch.cat((best, forced.expand(kv_heads, -1)), -1).sort(-1).values
+        tables[b, :, :kept] = torch.cat((best, forced.expand(kv_heads, -1)), -1).sort(-1).values
     return tables
 
 

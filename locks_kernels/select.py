@@ -64,7 +64,7 @@ def _normalise_kernel(
     query_heads,
     PAGE: tl.constexpr,
     RECENT: tl.constexpr,
-    KEPT: tl.constexpr,
+    DENSE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     c = tl.program_id(0)
@@ -72,7 +72,7 @@ def _normalise_kernel(
     b = tl.program_id(2).to(tl.int64)
     pages = tl.cdiv(tl.load(seq_lens_ptr + b), PAGE)
     scored = pages - RECENT
-    if (pages <= KEPT) | (c * CHUNK >= scored):
+    if (pages <= DENSE) | (c * CHUNK >= scored):
         return
     offs_p = c * CHUNK + tl.arange(0, CHUNK)
     s = tl.load(score_ptr + b * stride_sb + q * stride_sh + offs_p, mask=offs_p < scored, other=float("-inf"))
@@ -128,7 +128,7 @@ def _shortlist_kernel(
     PAGE: tl.constexpr,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
-    KEPT: tl.constexpr,
+    DENSE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     LISTED: tl.constexpr,
@@ -138,7 +138,7 @@ def _shortlist_kernel(
     b = tl.program_id(2).to(tl.int64)
     pages = tl.cdiv(tl.load(seq_lens_ptr + b), PAGE)
     scored = pages - RECENT
-    if (pages <= KEPT) | (c * CHUNK >= scored):
+    if (pages <= DENSE) | (c * CHUNK >= scored):
         return
 
     # combined score of the chunk, [CHUNK]
@@ -182,6 +182,7 @@ def _merge_kernel(
     PAGE: tl.constexpr,
     SINK: tl.constexpr,
     RECENT: tl.constexpr,
+    DENSE: tl.constexpr,
     KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
     LISTED: tl.constexpr,
@@ -192,11 +193,11 @@ def _merge_kernel(
     b = tl.program_id(1).to(tl.int64)
     pages = tl.cdiv(tl.load(seq_lens_ptr + b), PAGE)
     unit = b * kv_heads + h
-    table_ptr = tables_ptr + unit * KEPT
-    if pages <= KEPT:
-        for start in range(0, KEPT, BLOCK_K):
+    table_ptr = tables_ptr + unit * DENSE
+    if pages <= DENSE:
+        for start in range(0, DENSE, BLOCK_K):
             offs_k = start + tl.arange(0, BLOCK_K)
-            tl.store(table_ptr + offs_k, tl.where(offs_k < pages, offs_k, -1), mask=offs_k < KEPT)
+            tl.store(table_ptr + offs_k, tl.where(offs_k < pages, offs_k, -1), mask=offs_k < DENSE)
         return
 
     for start in range(0, SINK, BLOCK_K):
@@ -205,6 +206,9 @@ def _merge_kernel(
     for start in range(0, RECENT, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         tl.store(table_ptr + KEPT - RECENT + offs_k, pages - RECENT + offs_k, mask=offs_k < RECENT)
+    for start in range(KEPT, DENSE, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        tl.store(table_ptr + offs_k, -1, mask=offs_k < DENSE)
 
     count = tl.cdiv(pages - RECENT, CHUNK) * LISTED
     list_ptr = shortlist_ptr + unit * chunks * (2 * LISTED)
@@ -237,12 +241,12 @@ def select(
 
     Only scores of pages that `reference.scored_pages` counts are read, and none of a sequence of at most K pages.
     """
-    kept = options.kept_pages(shape.page_size)
+    dense = options.table_pages(shape.page_size)
     if tables is None:
-        tables = torch.empty(sequences.batch, shape.kv_heads, kept, dtype=torch.int32, device=scores.device)
+        tables = torch.empty(sequences.batch, shape.kv_heads, dense, dtype=torch.int32, device=scores.device)
     work = workspace or SelectWorkspace.allocate(shape, options, sequences)
     chunks = work.partial.shape[2]
-    common = {"PAGE": shape.page_size, "RECENT": options.recent_pages, "KEPT": kept, "CHUNK": work.chunk}
+    common = {"PAGE": shape.page_size, "RECENT": options.recent_pages, "DENSE": dense, "CHUNK": work.chunk}
     _normalise_kernel[(chunks, shape.query_heads, sequences.batch)](
         scores,
         sequences.seq_lens,
@@ -279,6 +283,7 @@ def select(
         shape.kv_heads,
         SINK=options.sink_pages,
         LISTED=work.listed,
+        KEPT=options.kept_pages(shape.page_size),
         BLOCK=max(16, min(MERGE_BLOCK, triton.next_power_of_2(chunks * work.listed))),
         BLOCK_K=256,
         **common,

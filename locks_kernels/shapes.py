@@ -81,12 +81,14 @@ class SelectOptions:
 
     `combine`: "share" averages each query head's share of the attention mass over the group (paper, the default);
     "peak" sums the masses after dividing by each head's largest page (the author's code).
+    `dense_tokens`: a sequence of at most that many tokens keeps all of its pages, as one within the budget does.
     """
 
     budget_tokens: int = 2048
     sink_pages: int = 1
     recent_pages: int = 1
     combine: Combine = "share"
+    dense_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.recent_pages < 1:
@@ -96,7 +98,7 @@ class SelectOptions:
         _one_of("combine", self.combine, ("share", "peak"))
 
     def kept_pages(self, page_size: int) -> int:
-        """K: pages attended per sequence and KV head, forced ones included."""
+        """Pages attended per KV head of a sequence that is longer, forced ones included."""
         kept = self.budget_tokens // page_size
         least = self.sink_pages + self.recent_pages + 1
         if kept < least:
@@ -105,6 +107,10 @@ class SelectOptions:
                 f"({least * page_size} tokens) are needed for sink, recent and one ranked page"
             )
         return kept
+
+    def table_pages(self, page_size: int) -> int:
+        """K: entries of a table row, enough for `kept_pages` and for every page of a sequence that stays dense."""
+        return max(self.kept_pages(page_size), self.dense_tokens // page_size)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -39,6 +39,7 @@ REGISTERS = {
     "attend": {"llama": 200, "glm": 200, "mqa": 200, "wide": 240, "narrow": 128, "long pages": 200},
     "build": {"llama": 152, "glm": 152, "mqa": 152, "wide": 255, "narrow": 128, "long pages": 255},
     "append_finalise": {"llama": 104, "glm": 104, "mqa": 112, "wide": 240, "narrow": 80, "long pages": 255},
+    "finalise_slots": {"llama": 104, "glm": 104, "mqa": 112, "wide": 240, "narrow": 80, "long pages": 255},
 }
 
 
@@ -49,6 +50,7 @@ BEFORE_THE_WAIT = {
     "attend": {"LDG.E": 1, "LDG.E.128": 99},
     "build": {},
     "append_finalise": {},
+    "finalise_slots": {},
 }
 
 

@@ -99,13 +99,14 @@ __device__ __forceinline__ void add_tile(Partial& partial, const uint32 (&q)[2 *
     }
 }
 
-// query, out [B, kv_heads * G, D]; keys, values: pools with strides in elements; tables [B, kv_heads, kept] logical pages;
+// query, out [B, kv_heads * G, D], the query's rows query_stride elements apart; keys, values: pools with strides in elements;
+// tables [B, kv_heads, kept] logical pages;
 // lse [B, kv_heads * G] natural log, -inf where there is nothing to attend.  grid (CLUSTER, kv_heads * D / DV, B).
 extern "C" __global__ void __launch_bounds__(THREADS)
     attend(const uint16* __restrict__ query, const uint16* __restrict__ keys, const uint16* __restrict__ values,
            const int* __restrict__ block_table, const int* __restrict__ seq_lens, const int* __restrict__ tables,
-           uint16* __restrict__ out, float* __restrict__ lse, int kv_heads, int max_pages, int kept, int64 page_stride,
-           int64 head_stride, int64 token_stride) {
+           uint16* __restrict__ out, float* __restrict__ lse, int kv_heads, int max_pages, int kept, int64 query_stride,
+           int64 page_stride, int64 head_stride, int64 token_stride) {
     extern __shared__ __align__(128) uint8 shared[];  // rings of the warps, afterwards [WARPS][G][DV] partial outputs
     __shared__ float2 warp_weight[WARPS][G];          // largest logit, sum
     __shared__ float received[CLUSTER][SLICE];
@@ -128,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int c = 0; c < KEY_CHUNKS; ++c) {
             const int g = row + 8 * half;
             uint4 raw = make_uint4(0, 0, 0, 0);
-            if (g < G) raw = *reinterpret_cast<const uint4*>(query + (first_query + g) * D + 32 * c + 8 * quad);
+            if (g < G) raw = *reinterpret_cast<const uint4*>(query + sequence * query_stride + (head * G + g) * D + 32 * c + 8 * quad);
             q[2 * c][half] = raw.x, q[2 * c][half + 2] = raw.y;
             q[2 * c + 1][half] = raw.z, q[2 * c + 1][half + 2] = raw.w;
         }

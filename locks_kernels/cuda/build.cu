@@ -1,4 +1,5 @@
-// Build: the rank-R spectral summary of complete pages; and append + finalise, the same for the page a new token fills.
+// Build: the rank-R spectral summary of complete pages; append + finalise, the same for the page a new token fills; and
+// finalise_slots, for pages that others have filled.
 //
 // The keys are read once from memory (a second time from the first-level cache).  A warp works on UNITS pages of one KV head:
 //  1. Gram matrix of the PAGE keys by tensor cores, centred afterwards in fp32 (rows and columns minus their means).
@@ -163,10 +164,10 @@ __device__ __forceinline__ void summarise(Scratch<SLOTS>& scratch, int64 token_s
     __syncwarp();
 }
 
-// page_ids [count]: physical pages, all complete; summaries [num_pages, kv_heads, RECORD].
+// page_ids [count]: physical pages, all complete; summaries [num_pages, kv_heads, RECORD], pages summary_stride bytes apart.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     build(const uint16* __restrict__ keys, const int64* __restrict__ page_ids, uint8* __restrict__ summaries, int64 count, int kv_heads,
-          int64 page_stride, int64 head_stride, int64 token_stride) {
+          int64 summary_stride, int64 page_stride, int64 head_stride, int64 token_stride) {
     __shared__ Scratch<UNITS> shared[WARPS];
     Scratch<UNITS>& scratch = shared[threadIdx.x / 32];
     const int lane = threadIdx.x % 32;
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const bool live = at + lane < units;
             const int64 page = live ? page_ids[(at + lane) / kv_heads] : 0, head = (at + lane) % kv_heads;
             scratch.keys[lane] = live ? keys + page * page_stride + head * head_stride : nullptr;
-            scratch.record[lane] = summaries + (page * kv_heads + head) * RECORD;
+            scratch.record[lane] = summaries + page * summary_stride + head * RECORD;
         }
         __syncwarp();
         summarise(scratch, token_stride);
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(32 * APPEND_WARPS, 1)
     append_finalise(uint16* keys, uint16* values, const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values,
                     const int* __restrict__ block_table, const int* __restrict__ seq_lens, uint8* __restrict__ summaries, int batch,
-                    int kv_heads, int max_pages, int64 page_stride, int64 head_stride, int64 token_stride) {
+                    int kv_heads, int max_pages, int64 summary_stride, int64 page_stride, int64 head_stride, int64 token_stride) {
     __shared__ Scratch<1> shared[APPEND_WARPS];
     Scratch<1>& scratch = shared[threadIdx.x / 32];
     const int lane = threadIdx.x % 32;
@@ -206,7 +207,28 @@ extern "C" __global__ void __launch_bounds__(32 * APPEND_WARPS, 1)
         *reinterpret_cast<uint4*>(values + to + c) = *reinterpret_cast<const uint4*>(new_values + static_cast<int64>(at) * D + c);
     }
     if (length % PAGE) return;
-    if (lane == 0) scratch.keys[0] = keys + base, scratch.record[0] = summaries + (page * kv_heads + head) * RECORD;
+    if (lane == 0) scratch.keys[0] = keys + base, scratch.record[0] = summaries + page * summary_stride + head * RECORD;
+    __syncwarp();
+    summarise(scratch, token_stride);
+}
+
+// Summarises the pages whose last slot is in slots [count] (page * PAGE + offset; negative: nothing), which the kernel before has
+// written.  A warp per slot and head, most of which have nothing to do.
+extern "C" __global__ void __launch_bounds__(32 * APPEND_WARPS, 1)
+    finalise_slots(const uint16* __restrict__ keys, const int64* __restrict__ slots, uint8* __restrict__ summaries, int64 count,
+                   int kv_heads, int64 summary_stride, int64 page_stride, int64 head_stride, int64 token_stride) {
+    __shared__ Scratch<1> shared[APPEND_WARPS];
+    Scratch<1>& scratch = shared[threadIdx.x / 32];
+    const int64 at = static_cast<int64>(blockIdx.x) * APPEND_WARPS + threadIdx.x / 32;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    const int64 slot = at < count * kv_heads ? slots[at / kv_heads] : -1;
+    if (slot < 0 || slot % PAGE != PAGE - 1) return;
+    const int64 page = slot / PAGE, head = at % kv_heads;
+    if (threadIdx.x % 32 == 0) {
+        scratch.keys[0] = keys + page * page_stride + head * head_stride;
+        scratch.record[0] = summaries + page * summary_stride + head * RECORD;
+    }
     __syncwarp();
     summarise(scratch, token_stride);
 }

@@ -11,12 +11,21 @@ from locks_kernels.summary import RecordLayout
 LOAD_BYTES = 16  # of the widest load; what it reads must start at a multiple
 
 
-def check_tensor(name: str, tensor: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """ShapeError unless `tensor` is contiguous and all that the other arguments say."""
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    rows_apart: bool = False,
+) -> None:
+    """ShapeError unless `tensor` is all that the arguments say, and contiguous; `rows_apart`: only from its second axis on."""
+    whole = tensor[0] if rows_apart and len(tensor) else tensor
+    start_bytes = tensor.stride(0) * tensor.element_size() if rows_apart else 0
     if (
         (tensor.shape, tensor.dtype, tensor.device) != (size, dtype, device)
-        or not tensor.is_contiguous()
-        or (tensor.element_size() < 4 and tensor.data_ptr() % LOAD_BYTES)
+        or not whole.is_contiguous()
+        or (tensor.element_size() < 4 and (tensor.data_ptr() % LOAD_BYTES or start_bytes % LOAD_BYTES))
     ):
         raise ShapeError(
             f"{name} must be contiguous {dtype} {size} on {device}, aligned to {LOAD_BYTES} bytes; it is {tensor.dtype} "
@@ -43,6 +52,6 @@ def check_cache(cache: PagedCache, sequences: Sequences) -> None:
                 f"{pool.stride()} on {pool.device}: see PagedCache.allocate"
             )
     record = RecordLayout.of(shape).record_bytes
-    check_tensor("summaries", cache.summaries, (cache.num_pages, shape.kv_heads, record), torch.uint8, device)
+    check_tensor("summaries", cache.summaries, (cache.num_pages, shape.kv_heads, record), torch.uint8, device, rows_apart=True)
     check_tensor("block_table", sequences.block_table, (sequences.batch, sequences.max_pages), torch.int32, device)
     check_tensor("seq_lens", sequences.seq_lens, (sequences.batch,), torch.int32, device)

@@ -26,7 +26,7 @@ class Launch:
     shape: DecodeShape
     batch: int
     max_pages: int
-    kept: int
+    table_pages: int
     sm_count: int
     shared_bytes: int  # a block may ask for
 
@@ -125,14 +125,14 @@ class Launch:
     def attend_cluster(self, largest: int) -> int:
         """Blocks per (sequence, KV head): more while SMs are free and every warp still has a tile of 16 tokens."""
         units, blocks = self.batch * self.shape.kv_heads * self.attend_parts, 1
-        tiles = self.kept * self.shape.page_size // 16
+        tiles = self.table_pages * self.shape.page_size // 16
         while blocks < largest and 2 * blocks * units <= self.sm_count and tiles >= 2 * blocks * ATTEND_WARPS:
             blocks *= 2
         return blocks
 
     def attend_stages(self, blocks: int) -> int:
         """Tiles in a warp's ring: no more than it has, and what fits beside the merge buffers."""
-        tiles = -(-self.kept * self.shape.page_size // (16 * blocks * ATTEND_WARPS))
+        tiles = -(-self.table_pages * self.shape.page_size // (16 * blocks * ATTEND_WARPS))
         fits = (self.shared_bytes - self._attend_static_bytes) // (ATTEND_WARPS * self._attend_tile_bytes)
         return max(1, min(ATTEND_RING, tiles, fits))
 

@@ -87,12 +87,13 @@ __device__ __forceinline__ void include(Running& running, float mass) {
     running.largest = largest;
 }
 
-// summaries [num_pages, kv_heads, RECORD]; query [B, kv_heads * G, D]; scores [B, kv_heads * G, score_stride];
+// summaries [num_pages, kv_heads, RECORD], pages summary_stride bytes apart; query [B, kv_heads * G, D], rows query_stride elements
+// apart; scores [B, kv_heads * G, score_stride];
 // partials [B, kv_heads * G, gridDim.x * SUBS] (largest, sum): log-sum-exp of the scores by warp, in powers of two.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     score(const uint8* __restrict__ summaries, const uint16* __restrict__ query, const int* __restrict__ block_table,
           const int* __restrict__ seq_lens, float* __restrict__ scores, float2* __restrict__ partials, int batch, int kv_heads,
-          int max_pages, int score_stride, int recent_pages) {
+          int max_pages, int score_stride, int recent_pages, int64 summary_stride, int64 query_stride) {
     extern __shared__ __align__(128) uint8 stages[];
     __shared__ __align__(8) uint64 full[STAGES], empty[STAGES];
 
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const int pages = min(GROUP_PAGES, stop - from);
                     barrier_wait(shared_address(&empty[slot]), (round & 1) ^ 1);
                     copy_pages(shared_address(stages + slot * STAGE_BYTES),
-                               summaries + (static_cast<int64>(id) * kv_heads + first_head) * RECORD, pages,
+                               summaries + id * summary_stride + first_head * RECORD, pages,
                                shared_address(&full[slot]), policy);
                     if (++slot == STAGES) slot = 0, ++round;
                 }
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             at += stop - page;
             const int first_query = (sequence * kv_heads + head) * G;
             Query fragments;
-            load_query(fragments, query + static_cast<int64>(first_query) * D, row, quad);
+            load_query(fragments, query + sequence * query_stride + head * (G * D), row, quad);
             Running running[HEAD_TILES];
 #pragma unroll
             for (int tile = 0; tile < HEAD_TILES; ++tile) running[tile] = {LOWEST, 0.f};

@@ -7,7 +7,8 @@
 // octaves; what lies below shares a bin and is searched from the top), the next ones have 8 bits.  Once the bin in question has few keys,
 // with real scores after one or two rounds, every block sends them to all others together with the number of its keys above the
 // bin, and each ranks them for itself: a second barrier, and the last.  Page ids come out in ascending order; of equal keys the
-// lowest pages are kept, also when there are too many of them to send.
+// lowest pages are kept, also when there are too many of them to send: a round also finds the smallest and the largest key that it
+// counts, and if they are the same nothing is left to narrow down.
 //
 // A step's selection at small contexts is a chain of latencies (measured: about 1,000 cycles a barrier round), so one warp does
 // what 16 would do again, and the passes over the keys take four at a time and skip where none matters.  Asking the kept pages
@@ -49,11 +50,13 @@ __device__ __forceinline__ float2 normaliser(const float2* parts, int first, int
 }
 
 // scores [B, kv_heads * G, score_stride] nats; partials [B, kv_heads * G, score_blocks * subs] as `score` leaves them;
-// tables [B, kv_heads, kept]: page ids, ascending, -1 behind the last.  share: 1 = mean of shares, 0 = sum of peak-normalised.
+// tables [B, kv_heads, table_pages]: page ids, ascending, -1 behind the last.  A sequence of at most table_pages pages keeps all of
+// them, others `kept`.
+// share: 1 = mean of shares, 0 = sum of peak-normalised.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     select_pages(const float* __restrict__ scores, const float2* __restrict__ partials, const int* __restrict__ seq_lens,
-                 int* __restrict__ tables, int kv_heads, int score_stride, int score_blocks, int subs, int kept, int sink_pages,
-                 int recent_pages, int share, int slice_capacity) {
+                 int* __restrict__ tables, int kv_heads, int score_stride, int score_blocks, int subs, int kept, int table_pages,
+                 int sink_pages, int recent_pages, int share, int slice_capacity) {
     extern __shared__ __align__(16) uint32 histogram[];  // [BINS][COPIES], zero between rounds; behind it the page keys
     uint32* page_keys = histogram + BINS * COPIES;
     __shared__ uint32 block_totals[MAX_ROUNDS][BINS];
@@ -65,20 +68,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ uint32 own_key[CANDIDATES], own_page[CANDIDATES];
     __shared__ uint32 own_candidates, candidates_before, chosen_before;
     __shared__ uint32 digit, still_needed, in_bin;
+    __shared__ uint32 block_lowest[MAX_ROUNDS], block_highest[MAX_ROUNDS], lowest, highest;  // keys that a round counts
 
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int head = blockIdx.y, sequence = blockIdx.z;
     const uint32 rank = cluster_rank();
     for (int i = tid; i < BINS * COPIES / 4; i += THREADS) reinterpret_cast<uint4*>(histogram)[i] = make_uint4(0, 0, 0, 0);
     if (tid < 32) warp_above[tid] = warp_equal[tid] = 0;
+    if (tid < MAX_ROUNDS) block_lowest[tid] = EXCLUDED, block_highest[tid] = 0;
     if (tid == 0) own_candidates = chosen_before = 0;
     // Lengths were final before the scorer could start; only its scores must be waited for.
     const int pages = (seq_lens[sequence] + PAGE - 1) / PAGE;
-    int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * kept;
+    int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * table_pages;
     const int scored = pages - recent_pages, ranked = kept - sink_pages - recent_pages;
     const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
     int first_part = 0, last_part = 0;  // of the scorer, that touched this sequence
-    if (pages > kept && warp < G) {
+    if (pages > table_pages && warp < G) {
         const WorkList list(seq_lens, gridDim.z, sequence, recent_pages, score_blocks);
         first_part = list.owner(list.before) * subs;
         last_part = (list.owner(list.before + scored - 1) + 1) * subs;
@@ -86,13 +91,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous_kernel();
     let_next_kernel_start();
 
-    if (pages <= kept) {  // the whole cluster agrees
-        for (int i = rank * THREADS + tid; i < kept; i += CLUSTER * THREADS) table[i] = i < pages ? i : -1;
+    if (pages <= table_pages) {  // the whole cluster agrees
+        for (int i = rank * THREADS + tid; i < table_pages; i += CLUSTER * THREADS) table[i] = i < pages ? i : -1;
         return;
     }
     if (rank == 0 && warp == WARPS - 1) {
         for (int i = lane; i < sink_pages; i += 32) table[i] = i;
         for (int i = lane; i < recent_pages; i += 32) table[kept - recent_pages + i] = scored + i;
+        for (int i = kept + lane; i < table_pages; i += 32) table[i] = -1;
     }
     for (int g = warp; g < G; g += WARPS) {
         const float2 found = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
@@ -141,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (int round = 0; round < MAX_ROUNDS; ++round) {
         const bool first = round == 0;
+        uint32 least = EXCLUDED, most = 0;
         for (int i = 4 * tid; i < padded; i += 4 * THREADS) {
             const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
             const uint32 key[4] = {four.x, four.y, four.z, four.w};
@@ -148,9 +155,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int j = 0; j < 4; ++j) {
                 uint32 bin = (key[j] - limit) >> shift;
                 if (first) bin = min(bin, BINS - 1);
-                if (key[j] >= limit && bin < BINS && key[j] != EXCLUDED) atomicAdd(&histogram[bin * COPIES + lane % COPIES], 1u);
+                if (key[j] >= limit && bin < BINS && key[j] != EXCLUDED) {
+                    atomicAdd(&histogram[bin * COPIES + lane % COPIES], 1u);
+                    least = min(least, key[j]), most = max(most, key[j]);
+                }
             }
         }
+        least = __reduce_min_sync(ALL_LANES, least), most = __reduce_max_sync(ALL_LANES, most);
+        if (lane == 0) atomicMin(&block_lowest[round], least), atomicMax(&block_highest[round], most);
         __syncthreads();
         {  // two threads a bin, half of the copies each, cleared for the next round
             constexpr int PARTS = COPIES / 8;
@@ -206,7 +218,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
             }
         }
+        if (warp == 1) {
+            least = lane < CLUSTER ? load_from_block(&block_lowest[round], lane) : EXCLUDED;
+            most = lane < CLUSTER ? load_from_block(&block_highest[round], lane) : 0;
+            least = __reduce_min_sync(ALL_LANES, least), most = __reduce_max_sync(ALL_LANES, most);
+            if (lane == 0) lowest = least, highest = most;
+        }
         __syncthreads();
+        if (lowest == highest) {
+            limit = lowest;
+            break;
+        }
         const bool open_bin = first && digit == BINS - 1;  // has no upper end
         limit += digit << shift;
         needed = still_needed;

@@ -22,10 +22,10 @@ from locks_kernels.decode import Stages
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
 
-def plan_on(device: torch.device, shape: DecodeShape, batch: int, max_pages: int, kept: int) -> Launch:
+def plan_on(device: torch.device, shape: DecodeShape, batch: int, max_pages: int, table_pages: int) -> Launch:
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Launch(shape, batch, max_pages, kept, properties.multi_processor_count, shared_bytes)
+    return Launch(shape, batch, max_pages, table_pages, properties.multi_processor_count, shared_bytes)
 
 
 class CudaStages:
@@ -40,17 +40,17 @@ class CudaStages:
         check_cache(cache, sequences)
         self.cache, self.sequences, self.options = cache, sequences, options
         shape, device = cache.shape, cache.keys.device
-        kept = options.kept_pages(shape.page_size)
+        table_pages = options.table_pages(shape.page_size)
         if isinstance(share, CudaStages) and share._fits(cache, sequences, options):
             own = {"cache": cache, "sequences": sequences, "tables": torch.full_like(share.tables, -1)}
             self.__dict__.update({**share.__dict__, **own})
             return
-        self.plan = plan = plan_on(device, shape, sequences.batch, sequences.max_pages, kept)
+        self.plan = plan = plan_on(device, shape, sequences.batch, sequences.max_pages, table_pages)
         heads = (sequences.batch, shape.query_heads)
         stride = -(-sequences.max_pages // GROUP_PAGES) * GROUP_PAGES
         self.scores = torch.empty(*heads, stride, dtype=torch.float32, device=device)
         self.partials = torch.empty(*heads, plan.score_blocks * plan.score_subs, 2, dtype=torch.float32, device=device)
-        self.tables = torch.full((sequences.batch, shape.kv_heads, kept), -1, dtype=torch.int32, device=device)
+        self.tables = torch.full((sequences.batch, shape.kv_heads, table_pages), -1, dtype=torch.int32, device=device)
         self.lse = torch.empty(*heads, dtype=torch.float32, device=device)
         self._make_kernels(device)
 
@@ -86,6 +86,7 @@ class CudaStages:
         build_threads = 32 * plan.build_warps
         self.build_kernel = Kernel("build", "build", plan.macros, device, build_threads, in_step=False)
         self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, 32 * APPEND_WARPS)
+        self.finalise_kernel = Kernel("build", "finalise_slots", plan.macros, device, 32 * APPEND_WARPS)
 
     @staticmethod
     def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:
@@ -97,7 +98,7 @@ class CudaStages:
         if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
             return "needs cuda-core: pip install 'locks-bench[cuda]'"
         batch, max_pages = (sequences.batch, sequences.max_pages) if sequences else (1, 1)
-        plan = plan_on(device, cache.shape, batch, max_pages, kept=1)
+        plan = plan_on(device, cache.shape, batch, max_pages, table_pages=1)
         return plan.unsupported(PORTABLE_CLUSTER if capability >= (9, 0) else 1)
 
     def _check_token(self, **tensors: torch.Tensor) -> None:
@@ -105,12 +106,17 @@ class CudaStages:
         shape, pool = self.cache.shape, self.cache.keys
         for name, tensor in tensors.items():
             heads = shape.kv_heads if name in ("keys", "values") else shape.query_heads
-            check_tensor(name, tensor, (self.sequences.batch, heads, shape.head_dim), pool.dtype, pool.device)
+            rows_apart = name == "query"
+            check_tensor(name, tensor, (self.sequences.batch, heads, shape.head_dim), pool.dtype, pool.device, rows_apart)
 
     @property
     def _strides(self) -> tuple[tuple[int], tuple[int], tuple[int]]:
         page, head, token, _ = self.cache.keys.stride()
         return (page,), (head,), (token,)
+
+    @property
+    def _summary_stride(self) -> tuple[int]:
+        return (self.cache.summaries.stride(0),)
 
     def build(self, page_ids: torch.Tensor) -> None:
         if len(page_ids) == 0:
@@ -119,8 +125,19 @@ class CudaStages:
         units_per_block = self.plan.build_warps * 64 // cache.shape.page_size  # a page of one KV head is a unit
         blocks = min(-(-len(page_ids) * cache.shape.kv_heads // units_per_block), 1 << 20)
         count = (len(page_ids),)
-        arguments = (cache.keys, page_ids.long().contiguous(), cache.summaries, count, cache.shape.kv_heads, *self._strides)
+        strides = (self._summary_stride, *self._strides)
+        arguments = (cache.keys, page_ids.long().contiguous(), cache.summaries, count, cache.shape.kv_heads, *strides)
         self.build_kernel.launch((blocks, 1, 1), arguments)
+
+    def finalise_slots(self, slots: torch.Tensor) -> None:
+        cache = self.cache
+        check_tensor("slots", slots, (len(slots),), torch.int64, cache.keys.device)
+        units = len(slots) * cache.shape.kv_heads
+        if units == 0:
+            return
+        strides = (self._summary_stride, *self._strides)
+        arguments = (cache.keys, slots, cache.summaries, (len(slots),), cache.shape.kv_heads, *strides)
+        self.finalise_kernel.launch((-(-units // APPEND_WARPS), 1, 1), arguments)
 
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._check_token(keys=keys, values=values)
@@ -139,6 +156,7 @@ class CudaStages:
                 batch,
                 kv_heads,
                 sequences.max_pages,
+                self._summary_stride,
                 *self._strides,
             ),
         )
@@ -161,6 +179,8 @@ class CudaStages:
                 sequences.max_pages,
                 self.scores.shape[-1],
                 self.options.recent_pages,
+                self._summary_stride,
+                (query.stride(0),),
             ),
         )
 
@@ -177,7 +197,8 @@ class CudaStages:
                 self.scores.shape[-1],
                 plan.score_blocks,
                 plan.score_subs,
-                plan.kept,
+                options.kept_pages(cache.shape.page_size),
+                plan.table_pages,
                 options.sink_pages,
                 options.recent_pages,
                 int(options.combine == "share"),
@@ -202,7 +223,8 @@ class CudaStages:
                 self.lse,
                 cache.shape.kv_heads,
                 sequences.max_pages,
-                plan.kept,
+                plan.table_pages,
+                (query.stride(0),),
                 *self._strides,
             ),
             cluster=self.attend_blocks,
