@@ -83,6 +83,10 @@ class Backend:
         """Analytic bytes of one layer's step by part."""
         raise NotImplementedError
 
+    def side_bytes(self, case: Case) -> int:
+        """Memory that it keeps of every physical page of a layer, all KV heads, beside the workload's own cache."""
+        return 0
+
     def resolved(self) -> dict[str, Any]:
         """What really runs, after `prepare`: kernels, page size, splits, tensor cores."""
         return {}

@@ -42,4 +42,6 @@ BY_BACKEND = {
     "locks-triton": TRITON,
     "sdpa": TORCH,
     **dict.fromkeys(("quest-group", "cuboid-mean", "mean-std-vector", "mean-std-scalar", "centroid", "sliding-window"), TRITON),
+    **dict.fromkeys(("oracle", "shared-svd-r8", "shared-svd-r32", "random-pages", "kvzip-pair-uniform"), TRITON),
+    **dict.fromkeys((f"locks-r{rank}{combine}" for rank in (8, 4, 2) for combine in ("", "-peak")), TORCH),
 }

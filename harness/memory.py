@@ -7,9 +7,11 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from harness.backend import Backend
 from harness.case import Case
 from harness.errors import UserError
 from locks_kernels.cost import dense_bytes, locks_bytes
@@ -75,6 +77,31 @@ class MemoryPlan:
         return {name: getattr(self, name) for name in ("plan", "copies", "launches", "bytes", "note")}
 
 
+@dataclass(frozen=True)
+class SideMemory:
+    """What the backends of a case keep beside the workload; all of them are prepared at the same time.
+
+    page_bytes  of every physical page of a layer, all KV heads: their own summaries
+    scores      fp32 scores of every page and query head, one set for each backend that scores
+    """
+
+    page_bytes: int = 0
+    scores: int = 0
+
+    @classmethod
+    def of(cls, case: Case, backends: Iterable[Backend]) -> SideMemory:
+        """A backend that cannot run here, or cannot be asked, counts nothing."""
+        page_bytes = scores = 0
+        for backend in backends:
+            try:
+                if backend.unavailable() is None:
+                    page_bytes += backend.side_bytes(case)
+                    scores += backend.writes_cache
+            except Exception:  # a plug-in's own trouble; its row will tell
+                continue
+        return cls(page_bytes, scores)
+
+
 def tensor_parallel(case: Case) -> int:
     """Ranks over which the case's heads divide; 1 unless `tp=n` was asked for."""
     kind, count = _request(case.kv)
@@ -91,10 +118,10 @@ def page_bytes(shape: DecodeShape) -> int:
     return shape.kv_heads * (shape.page_kv_bytes + RecordLayout.of(shape).record_bytes)
 
 
-def workspace_bytes(case: Case) -> int:
-    """Scores of every page and query head, fp32, for a backend and for its check."""
+def workspace_bytes(case: Case, scores: int = 0) -> int:
+    """Scores of every page and query head, fp32: of a check, and one set for each of `scores` backends or for one."""
     shape = local_shape(case)
-    return 3 * 4 * case.batch * shape.query_heads * shape.pages(case.ctx)
+    return (2 + max(1, scores)) * 4 * case.batch * shape.query_heads * shape.pages(case.ctx)
 
 
 def read_bytes(case: Case) -> int:
@@ -105,32 +132,34 @@ def read_bytes(case: Case) -> int:
     return min(sum(dense.values()), sum(sparse.values()))
 
 
-def plan_memory(case: Case, memory: DeviceMemory, weight_bytes: int = 0) -> MemoryPlan:
+def plan_memory(case: Case, memory: DeviceMemory, weight_bytes: int = 0, side: SideMemory | None = None) -> MemoryPlan:
     """Choose the plan, or take the one that `case.kv` asks for.
 
     weight_bytes: of the whole model, at level token.  UserError if what was asked for does not fit.
     """
     kind, count = _request(case.kv)
+    side = side or SideMemory()
     shape, layers = local_shape(case), case.model.layers
-    reserve = RESERVE_BYTES[case.device] + workspace_bytes(case) + weight_bytes
+    reserve = RESERVE_BYTES[case.device] + workspace_bytes(case, side.scores) + weight_bytes
     usable = memory.free_bytes - reserve
     pool_pages = case.batch * shape.pages(case.ctx) + GUARD_PAGES
     copy_bytes = pool_pages * page_bytes(shape)
-    fits = max(usable, 0) // copy_bytes
+    whole_bytes = copy_bytes + pool_pages * side.page_bytes
+    fits = max(usable, 0) // whole_bytes
     reads = read_bytes(case) + weight_bytes // layers
     swept = COLD_FACTOR * (memory.l2_bytes or 0)  # bytes read between two uses of a copy that leave nothing of it in L2
     needed = swept // reads + 1
 
     if kind == "pooled" or (kind == "auto" and fits < 1):
-        return _pooled(case, shape, usable, memory)
+        return _pooled(case, shape, usable, memory, side)
     if kind == "tp" and fits < 1:
-        raise UserError(f"{case.kv}: one layer of one rank is {_gb(copy_bytes)} and {_gb(usable)} are usable; use more ranks")
+        raise UserError(f"{case.kv}: one layer of one rank is {_gb(whole_bytes)} and {_gb(usable)} are usable; use more ranks")
     if kind == "layers" and count > MAX_COPIES:
         raise UserError(f"--kv {case.kv} is more than one CUDA graph should hold; use at most layers={MAX_COPIES}")
     copies = _copies(case, kind, count, needed, fits, int(ALL_LAYERS_SHARE * memory.free_bytes) // copy_bytes)
     if copies > fits:
         raise UserError(
-            f"--kv {case.kv} needs {_gb(copies * copy_bytes)} and {_gb(usable)} are usable ({_gb(memory.free_bytes)} free); "
+            f"--kv {case.kv} needs {_gb(copies * whole_bytes)} and {_gb(usable)} are usable ({_gb(memory.free_bytes)} free); "
             f"at most layers={fits} fit" + ("" if fits else ", so use --kv pooled")
         )
     label = case.kv if kind == "tp" else "resident" if copies >= layers else f"layers={copies}"
@@ -138,8 +167,8 @@ def plan_memory(case: Case, memory: DeviceMemory, weight_bytes: int = 0) -> Memo
     launches = layers if case.level == "token" else _launches(case, copies)
     note = (
         f"{label}: {copies} distinct {'copy' if copies == 1 else 'copies'} of {_gb(copy_bytes)} "
-        f"({_gb(copies * copy_bytes)} of {_gb(memory.free_bytes)} free) for {layers} layers; at least "
-        f"{_gb(copies * reads)} are read between two uses of one, "
+        f"({_gb(copies * copy_bytes)} of {_gb(memory.free_bytes)} free{_beside(copies * pool_pages, side)}) for {layers} "
+        f"layers; at least {_gb(copies * reads)} are read between two uses of one, "
         + (f"{'more' if cold else 'NOT more'} than {COLD_FACTOR} x L2 ({_gb(swept)})" if swept else "size of the cache unknown")
     )
     return MemoryPlan(
@@ -178,9 +207,13 @@ def _launches(case: Case, copies: int) -> int:
     return copies * max(1, most // copies)
 
 
-def _pooled(case: Case, shape: DecodeShape, usable: int, memory: DeviceMemory) -> MemoryPlan:
+def _beside(pages: int, side: SideMemory) -> str:
+    return f", {_gb(pages * side.page_bytes)} more for summaries of the backends' own" if side.page_bytes else ""
+
+
+def _pooled(case: Case, shape: DecodeShape, usable: int, memory: DeviceMemory, side: SideMemory) -> MemoryPlan:
     """One pool as large as fits, which all sequences share: each has its own random pages."""
-    pages, page = shape.pages(case.ctx), page_bytes(shape)
+    pages, page = shape.pages(case.ctx), page_bytes(shape) + side.page_bytes
     own = case.batch * PRIVATE_PAGES + GUARD_PAGES
     stride_limit = (HEAD_STRIDE_LIMIT - 1) // (shape.page_size * shape.head_dim)
     pool_pages = min(int(POOL_SHARE * max(usable, 0)) // page, case.batch * pages + own, stride_limit)
@@ -189,11 +222,12 @@ def _pooled(case: Case, shape: DecodeShape, usable: int, memory: DeviceMemory) -
             f"one sequence of {case.ctx} tokens and the newest pages of {case.batch} need {_gb((pages + own) * page)} and "
             f"{_gb(max(usable, 0))} are usable; use a shorter --ctx, a smaller --batch, or --kv tp=n for one rank's share"
         )
-    size = pool_pages * page
-    asked = case.batch * pages * page
+    size = pool_pages * page_bytes(shape)
+    asked = case.batch * pages * page_bytes(shape)
     note = (
-        f"pooled: {case.batch} sequences would need {_gb(asked)}; they share one pool of {_gb(size)}, each with its own random "
-        f"pages, so about {min(1.0, (memory.l2_bytes or size) / size):.2%} of the reads may hit L2"
+        f"pooled: {case.batch} sequences would need {_gb(asked)}; they share one pool of {_gb(size)}"
+        f"{_beside(pool_pages, side)}, each with its own random pages, "
+        f"so about {min(1.0, (memory.l2_bytes or size) / size):.2%} of the reads may hit L2"
     )
     launches = case.model.layers if case.level == "token" else 2
     return MemoryPlan("pooled", 1, launches, 1, pool_pages, size, "pooled", note)

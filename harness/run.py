@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from harness.backend import Backend
 from harness.case import Case
 from harness.errors import UserError
 from harness.measure import blank_record
-from harness.memory import DeviceMemory, MemoryPlan, plan_memory, tensor_parallel
+from harness.memory import DeviceMemory, MemoryPlan, SideMemory, plan_memory, tensor_parallel
 from harness.record import Outcome, Record
 from harness.store import resume_key
 from harness.weights import resident_weight_bytes
@@ -124,7 +124,7 @@ class _Sweep:
     def case(self, case: Case, names: Sequence[str], index: int, total: int, late: bool) -> None:
         """One case; `late` leaves it out unless the store has all of it."""
         made = {name: known_backends.make(name) for name in names}
-        plan = _plan(case)
+        plan = _plan(case, made.values())
         keys = {name: self._key(case, name, backend, plan) for name, backend in made.items()}
         found = {name: record for name in names if (record := self.store.find(keys[name])) and record.outcome not in RETRIED}
         missing = {name: keys[name] for name in names if name not in found}
@@ -185,11 +185,11 @@ class _Sweep:
         return blank
 
 
-def _plan(case: Case) -> MemoryPlan | str:
-    """The memory plan, or why there is none."""
+def _plan(case: Case, backends: Iterable[Backend]) -> MemoryPlan | str:
+    """The memory plan that holds all of the backends, or why there is none."""
     weighs = case.level == "token" and "token" not in dict(case.model.unsupported)
     try:
         weights = resident_weight_bytes(case.model, tensor_parallel(case), case.dtype) if weighs else 0
-        return plan_memory(case, DeviceMemory.now(case.device), weights)
+        return plan_memory(case, DeviceMemory.now(case.device), weights, SideMemory.of(case, backends))
     except UserError as error:
         return str(error)

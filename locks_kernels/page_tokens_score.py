@@ -96,10 +96,7 @@ def _score_kernel(
         page_r += BLOCK_P
         page = tl.load(entry_ptr + page_r, mask=page_r < scored, other=0)
         r_ptr = row_ptr + at[:, None] + offs_w[None, :]
-        if WIDTH == WIDTH_PAD:
-            rows = tl.load(r_ptr)
-        else:
-            rows = tl.load(r_ptr, mask=(offs_w < WIDTH)[None, :], other=0.0)
+        rows = tl.load(r_ptr) if WIDTH == WIDTH_PAD else tl.load(r_ptr, mask=(offs_w < WIDTH)[None, :], other=0.0)
         logits = tl.dot(rows.to(OPERAND), weight) * (softmax_scale * LOG2E)
         by_page = tl.reshape(logits, (BLOCK_P, PAGE, GROUP_PAD))
         largest = tl.max(by_page, 1)  # [BLOCK_P, GROUP_PAD]

@@ -44,6 +44,7 @@ class SelectorStages:
         if kernels == "triton":
             self._build = importlib.import_module(self.kernels_build)
             self._score = importlib.import_module(self.kernels_score)
+            self._share_out = importlib.import_module(SelectorStages.kernels_score).share_out
         if self.selection == "cuda":
             programs, _ = self.programs()
             size = (sequences.batch, cache.shape.query_heads, programs, 2)
@@ -90,8 +91,7 @@ class SelectorStages:
             self._score.score(query, shape, self.summaries, self.sequences, recent, kept, out, self.partial)
             if self.partial is not None:
                 parts = self.inner.partials  # type: ignore[attr-defined]
-                share_out = importlib.import_module("locks_kernels.page_vectors_score").share_out
-                share_out(self.partial, shape, self.sequences, recent, parts, self.programs()[1])
+                self._share_out(self.partial, shape, self.sequences, recent, parts, self.programs()[1])
 
     def select(self) -> None:
         self.inner.select()
@@ -111,8 +111,9 @@ class SelectorStages:
 class TokenStages(SelectorStages):
     """The same with a row per token instead of vectors per page (page_tokens)."""
 
-    plain = page_tokens
-    kernels_build = kernels_score = "locks_kernels.page_tokens_score"
+    plain: ClassVar[Any] = page_tokens
+    kernels_build: ClassVar[str] = "locks_kernels.page_tokens_score"
+    kernels_score: ClassVar[str] = "locks_kernels.page_tokens_score"
 
     def allocate(self, form: str) -> PageTokens:
         return PageTokens.allocate(self.cache, form)

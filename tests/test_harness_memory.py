@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from harness_fakes import TINY, tiny_case, tiny_workload
 
+from harness import backends
 from harness.backends.sdpa import Sdpa
 from harness.case import Case, Model
 from harness.errors import UserError
@@ -14,6 +16,7 @@ from harness.memory import (
     COLD_FACTOR,
     MAX_COPIES,
     DeviceMemory,
+    SideMemory,
     local_shape,
     page_bytes,
     plan_memory,
@@ -21,6 +24,8 @@ from harness.memory import (
     tensor_parallel,
 )
 from harness.presets import find_model
+from harness.run import CaseStarted, RunOptions, run_sweep
+from harness.store import Store
 from locks_kernels.shapes import SelectOptions
 
 H200 = DeviceMemory(free_bytes=140_000_000_000, l2_bytes=60 << 20)
@@ -143,3 +148,32 @@ def test_small_copies_have_a_size_too() -> None:
 def test_a_batch_that_cannot_fit_is_told_to_be_smaller() -> None:
     with pytest.raises(UserError, match=r"of 999999999 need .* a smaller --batch"):
         plan_memory(llama(2048, 999_999_999), H200)
+
+
+def test_summaries_that_backends_keep_are_counted_before_copies_are_promised() -> None:
+    case, side = llama(1 << 20, 16), SideMemory(page_bytes=8 * 4096, scores=12)
+    alone, crowded = plan_memory(case, H200), plan_memory(case, H200, side=side)
+    assert (alone.plan, crowded.plan) == ("layers=1", "layers=1")
+    needed = crowded.pool_pages * (page_bytes(local_shape(case)) + side.page_bytes)
+    assert needed < H200.free_bytes and "34.4 GB more" in crowded.note
+    full = plan_memory(case, H200, side=SideMemory(page_bytes=8 * 12288))
+    assert full.pooled, "one pool and what is kept beside it do not fit"
+    assert full.pool_pages * (page_bytes(local_shape(case)) + 8 * 12288) <= H200.free_bytes
+    small = llama(8 << 10, 1)
+    assert plan_memory(small, H200, side=side).copies == plan_memory(small, H200).copies
+
+
+def test_side_memory_is_that_of_all_backends_which_can_run() -> None:
+    case = llama(128 << 10, 1)
+    names = ["quest-group", "oracle", "shared-svd-r8", "locks-r4", "locks", "sdpa", "quest", "nobody"]
+    side = SideMemory.of(case, [backends.make(name) for name in names])
+    assert side.page_bytes == 8 * (512 + 256 + 512)
+    assert side.scores == 5
+
+
+def test_a_sweep_plans_for_its_backends(tmp_path: Path) -> None:
+    events: list[object] = []
+    case = tiny_case(kv="pooled")
+    run_sweep([case], ["centroid"], Store(tmp_path), RunOptions(command="test"), events.append)
+    (note,) = [event.plan_text for event in events if isinstance(event, CaseStarted)]
+    assert "more for summaries of the backends' own" in note

@@ -82,13 +82,13 @@ def test_programs_of_several_blocks_score_every_page(monkeypatch: pytest.MonkeyP
     query = make_query(shape, 1)
     exact = page_vectors.score(query, shape, summaries, sequences)
     out = torch.full_like(exact, float("-inf"))
-    programs, _ = scorer.programs_of(shape, sequences)
+    programs, per_program = scorer.programs_of(shape, sequences)
     assert programs == 3
     partial = torch.full((1, 4, programs, 2), float("nan"), device=DEVICE)
     scorer.score(query, shape, summaries, sequences, 1, 3, out, partial)
     assert torch.allclose(out, exact, atol=2e-2, rtol=2e-3)
     parts = torch.full((1, 4, 132, 2), float("nan"), device=DEVICE)
-    scorer.share_out(partial, shape, sequences, 1, parts)
+    scorer.share_out(partial, shape, sequences, 1, parts, 16 * per_program)
     found = (parts[..., 0] + parts[..., 1].log2()) * math.log(2)  # natural log
     assert torch.allclose(found, exact.logsumexp(-1)[..., None].expand(-1, -1, 132), atol=2e-2)
 

@@ -25,7 +25,7 @@ from locks_kernels import reference
 from locks_kernels.cache import PagedCache
 from locks_kernels.cost import locks_bytes, locks_stage_bytes
 from locks_kernels.shapes import DecodeShape
-from locks_kernels.summary import pack
+from locks_kernels.summary import RecordLayout, pack
 
 MAX_GROUP = 8
 MAX_SPLITS = 128  # of attention, as its plug-in allocates
@@ -37,6 +37,7 @@ SCORE_TOLERANCE = 0.20
 SPLIT_CTAS = (4, 5, 6, 8, 10, 12, 16, 24, 32)  # CTAs per SM that the tuned scorer tries
 SPLIT_SAMPLES = 5
 INDEX_LIMIT = 1 << 31
+TAG_BYTES = 16  # of a page and KV head, beside its summary: the start of its last key
 
 
 class CacheView:
@@ -86,6 +87,10 @@ class LocksKv(Backend):
         if shape.rank != 8:
             return "this backend builds locks-kv for rank 8, its default; use --rank 8"
         return None
+
+    def side_bytes(self, case: Case) -> int:
+        shape = local_shape(case)
+        return shape.kv_heads * (RecordLayout.of(shape).payload_bytes + TAG_BYTES)
 
     def prepare(self, workload: Workload, copy: int) -> Launch:
         if copy == 0:
