@@ -87,6 +87,10 @@ class Backend:
         """Memory that it keeps of every physical page of a layer, all KV heads, beside the workload's own cache."""
         return 0
 
+    def distinct_bytes(self, case: Case, copies: int, launches: int) -> int:
+        """Read from the first launch on until something is read again, of `launches` that rotate over `copies` of a layer."""
+        return copies * sum(self.bytes(case).values())
+
     def resolved(self) -> dict[str, Any]:
         """What really runs, after `prepare`: kernels, page size, splits, tensor cores."""
         return {}

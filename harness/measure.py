@@ -72,10 +72,24 @@ def blank_record(case: Case, plan: MemoryPlan | None, name: str, backend: Backen
         outcome=Outcome.SKIPPED,
         backend_version=backend.version(),
         resolved={"dense": backend.dense},
-        kv=plan.record() if plan else None,
-        cache_state=plan.cache_state if plan else None,
+        **_memory(case, plan, backend),
         **run,
     )
+
+
+def _memory(case: Case, plan: MemoryPlan | None, backend: Backend) -> dict[str, Any]:
+    """Fields `kv` and `cache_state`: the plan's, unless the backend reads so little that its own data may stay in L2."""
+    if plan is None:
+        return {"kv": None, "cache_state": None}
+    kv, state = plan.record(), plan.cache_state
+    if case.level == "attention":  # at level token weights are read between two layers
+        try:
+            distinct = backend.distinct_bytes(case, plan.copies, plan.launches)
+        except Exception:  # it cannot run, or cannot count its bytes: its own row will tell
+            distinct = None
+        if distinct is not None and (state := plan.state_of(distinct)) != plan.cache_state:
+            kv["note"] += f"; {backend.name} reads only {distinct / 1e6:.3g} MB, which may stay there"
+    return {"kv": kv, "cache_state": state}
 
 
 def measure_case(

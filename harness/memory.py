@@ -56,7 +56,8 @@ class MemoryPlan:
     launches     attention launches of one graph; launch i uses pool i % copies, with a query of its own
     pool_pages   physical pages of one pool, guard pages included
     bytes        of all pools with their summaries
-    cache_state  "layers": every use of a copy is cold; "pooled"; "warm": it may find itself in L2
+    cache_state  "layers": every use of a copy is cold, also for LOCKS; "pooled"; "warm": it may find itself in L2
+    swept        bytes that have to be read between two uses of the same data, or L2 may still hold it
     """
 
     plan: str
@@ -67,6 +68,13 @@ class MemoryPlan:
     bytes: int
     cache_state: str
     note: str
+    swept: int = 0
+
+    def state_of(self, distinct_bytes: int) -> str:
+        """The cache state of a backend that reads so many bytes before it reads one of them again: fewer than LOCKS may be
+        too few.
+        """
+        return "warm" if self.cache_state == "layers" and distinct_bytes <= self.swept else self.cache_state
 
     @property
     def pooled(self) -> bool:
@@ -180,6 +188,7 @@ def plan_memory(case: Case, memory: DeviceMemory, weight_bytes: int = 0, side: S
         bytes=copies * copy_bytes,
         cache_state="layers" if cold else "warm",
         note=note,
+        swept=swept,
     )
 
 

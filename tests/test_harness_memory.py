@@ -12,6 +12,7 @@ from harness import backends
 from harness.backends.sdpa import Sdpa
 from harness.case import Case, Model
 from harness.errors import UserError
+from harness.measure import blank_record
 from harness.memory import (
     COLD_FACTOR,
     MAX_COPIES,
@@ -177,3 +178,22 @@ def test_a_sweep_plans_for_its_backends(tmp_path: Path) -> None:
     run_sweep([case], ["centroid"], Store(tmp_path), RunOptions(command="test"), events.append)
     (note,) = [event.plan_text for event in events if isinstance(event, CaseStarted)]
     assert "more for summaries of the backends' own" in note
+
+
+def test_a_backend_that_reads_less_than_locks_may_be_warm_where_locks_is_cold() -> None:
+    case = llama(1 << 20, 1)
+    plan = plan_memory(case, H200)
+    states, run = {}, {"command": "test", "environment": {}, "timer": "graph"}
+    for name in ("locks", "quest-group", "sliding-window", "random-pages", "quest"):
+        states[name] = blank_record(case, plan, name, backends.make(name), "key", **run).cache_state
+    assert states == {
+        "locks": "layers",
+        "quest-group": "layers",
+        "sliding-window": "warm",  # 8 MB of two copies
+        "random-pages": "warm",  # 8 MB of each launch
+        "quest": "layers",
+    }
+    many = dataclasses.replace(plan, launches=100)
+    assert blank_record(case, many, "random-pages", backends.make("random-pages"), "key", **run).cache_state == "layers"
+    kv = blank_record(case, plan, "random-pages", backends.make("random-pages"), "key", **run).kv
+    assert kv is not None and kv["note"].endswith("random-pages reads only 67.1 MB, which may stay there")

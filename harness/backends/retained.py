@@ -89,6 +89,9 @@ class Retained(SparseStep):
         table = case.batch * shape.kv_heads * kept * TABLE_ENTRY_BYTES
         return {**page_selector_bytes(shape, case.select, case.ctx, case.batch, 0), "page_table": table}
 
+    def distinct_bytes(self, case: Case, copies: int, launches: int) -> int:
+        return launches * sum(self.bytes(case).values())  # each has a table of its own
+
     def stage_bytes(self, case: Case) -> dict[str, int]:
         return {"attend": sum(self.bytes(case).values())}
 
