@@ -15,7 +15,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
+from locks_kernels.cuda import projection
 from locks_kernels.cuda.launch import ATTEND_RING, Launch
 from locks_kernels.cuda.program import compile_cubin
 from locks_kernels.shapes import DecodeShape
@@ -113,6 +115,32 @@ def test_kernels_compile_do_not_spill_and_wait(name: str, arch: str, tmp_path: P
             if arch != "sm_80" and kernel != "score":  # which waits at its end
                 assert waits[kernel] <= Counter(BEFORE_THE_WAIT[kernel]), f"{kernel} before its wait: {waits[kernel]}"
     assert kernels == set(REGISTERS)
+
+
+# columns, epilogue, norm, D: most registers a thread.  Up to 128, two blocks share an SM.
+PROJECTIONS = {
+    (4096, "qkv", True, 128): 64,
+    (3584, "qkv_bias", True, 128): 64,
+    (576, "bias", True, 2): 64,
+    (4096, "silu_mul", True, 2): 64,
+    (4096, "none", True, 2): 64,
+    (14336, "add", False, 2): 128,
+    (28672, "add", False, 2): 160,  # llama-3.1-70b's
+}
+
+
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))  # older devices have no bulk copies and use Triton's
+@pytest.mark.parametrize("case", PROJECTIONS, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_projections_compile_do_not_spill_and_only_weights_come_before_the_wait(
+    case: tuple[int, str, bool, int], arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path / "cache"))
+    width, epilogue, norm, head_dim = case
+    binary = compile_cubin("projection", projection.macros(width, epilogue, norm, torch.bfloat16, head_dim), arch)
+    ((name, (registers, stack)),) = resources(binary, tmp_path).items()
+    assert (name, stack) == ("qkv" if "qkv" in epilogue else "gemv", 0)
+    assert registers <= PROJECTIONS[case]
+    assert set(before_the_wait(binary, tmp_path)[name]) == {"UBLKCP.S.G"}
 
 
 def test_a_compiled_kernel_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

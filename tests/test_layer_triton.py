@@ -105,3 +105,67 @@ def test_norm_qkv_equals_torch_and_appends(fused, lengths, extra):
         assert relative_error(found, expected) < 3 * ROUNDING[half]
     written = (results[1][3] != 7.0).any(-1).sum()
     assert written == kv_heads * sum(length > 0 for length in lengths), "one slot per live sequence, none for the empty one"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("width", "rows"), [(64, 1), (576, 131), (4096, 14336), (18944, 3584), (4096, 70_001)])
+def test_cuda_projections_equal_torch(fused, dtype, width, rows):
+    """Columns that do not fill a warp's load, rows that do not fill a block, more rows than a wave takes; several in a row,
+    each of which starts before the one ahead has ended.
+    """
+    from locks_kernels.cuda import projection
+
+    assert projection.unsupported(width, torch.device("cuda")) is None
+    x, gain, bias = random_tensor(dtype, 1, width), random_tensor(dtype, width), random_tensor(dtype, rows)
+    weight = random_tensor(dtype, rows, width, scale=width**-0.5)
+    square = random_tensor(dtype, width, width, scale=0.1 * width**-0.5)
+    normed = layer_ops._rms_norm(x.float(), gain)
+    assert torch.equal(normed.isfinite(), torch.ones_like(normed, dtype=torch.bool))
+    expected = normed @ weight.float().T
+    out = x.new_full((1, rows), float("nan"))
+    projection.gemv(x, weight, out, gain)
+    assert relative_error(out, expected) < ROUNDING[dtype]
+    projection.gemv(x, weight, out, gain, bias, "bias")
+    assert relative_error(out, expected + bias.float()) < ROUNDING[dtype]
+    projection.gemv(x, weight, out, epilogue="add")
+    assert relative_error(out, expected + bias.float() + x.float() @ weight.float().T) < 2 * ROUNDING[dtype]
+    if rows % 2 == 0:
+        half = out[:, : rows // 2].contiguous()
+        projection.gemv(x, weight, half, gain, epilogue="silu_mul")
+        gate, up = expected.chunk(2, -1)
+        assert relative_error(half, torch.nn.functional.silu(gate) * up) < ROUNDING[dtype]
+    chained, plain = x.clone(), x.float()
+    for _ in range(20):  # reads what the launch before wrote
+        projection.gemv(chained, square, chained, epilogue="add")
+        plain = plain.to(dtype).float()
+        plain = plain + plain @ square.float().T
+    assert relative_error(chained, plain) < 20 * ROUNDING[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("biased", (False, True))
+@pytest.mark.parametrize(("width", "heads", "dim"), [(4096, (32, 8), 128), (576, (9, 3), 64), (3584, (28, 4), 128)])
+def test_cuda_norm_qkv_equals_torch_and_appends(fused, width, heads, dim, biased):
+    shape = DecodeShape(*heads, dim)
+    rows = (heads[0] + 2 * heads[1]) * dim
+    sequences = Sequences(torch.tensor([[2, 0, 1]], device=DEVICE).int(), torch.tensor([33], device=DEVICE).int())
+    table = torch.empty(1, dim, device=DEVICE)
+    layer_ops.rope_table(sequences.seq_lens, table)
+    x, gain = random_tensor(torch.bfloat16, 1, width), random_tensor(torch.bfloat16, width)
+    weight = random_tensor(torch.bfloat16, rows, width, scale=width**-0.5)
+    bias = random_tensor(torch.bfloat16, rows) if biased else None
+    results = []
+    for ops, dtype in ((layer_ops, torch.float32), (fused, torch.bfloat16)):
+        cache = PagedCache.allocate(shape, 3, DEVICE)
+        cache.keys.fill_(7.0)
+        cache.values.fill_(9.0)
+        placed = [torch.empty(1, n, dim, dtype=dtype, device=DEVICE) for n in (heads[0], heads[1], heads[1])]
+        cast = [None if part is None else part.to(dtype) for part in (x, gain, weight, bias)]
+        ops.norm_qkv(*cast, table, None, NewToken(*placed, (cache, sequences)))
+        results.append((*placed, cache.keys, cache.values))
+    for expected, found in zip(*results, strict=True):
+        assert relative_error(found, expected) < 2 * ROUNDING[torch.bfloat16]
+    assert (results[1][3] != 7.0).any(-1).sum() == heads[1]

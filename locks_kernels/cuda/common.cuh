@@ -1,4 +1,4 @@
-// Shared device code: tensor-core instructions, bulk copies, barriers, clusters.  Written for NVRTC without any header.
+// Shared device code: 16-bit floats, tensor-core instructions, early launch, clusters.  Written for NVRTC without any header.
 //
 // Compile-time parameters of every kernel (macros): D head width, PAGE tokens per page, R rank, G query heads per KV head,
 // FP16 1 for float16 caches and 0 for bfloat16, SOFTMAX_SCALE 1/sqrt(D).  Lane naming used throughout: `row` = lane / 4,
@@ -15,15 +15,6 @@ constexpr uint32 ALL_LANES = 0xffffffffu;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float LOWEST = -1e30f;  // stands for -inf where a difference of two of them must not be NaN
-
-// Record layout, the same as summary.RecordLayout.
-constexpr int BASIS_AT = 0;
-constexpr int COEFFICIENTS_AT = R * D / 2;
-constexpr int CENTROID_AT = COEFFICIENTS_AT + PAGE * R;
-constexpr int COEFFICIENT_SCALE_AT = CENTROID_AT + D;
-constexpr int BASIS_SCALE_AT = COEFFICIENT_SCALE_AT + 2 * PAGE;
-constexpr int CENTROID_SCALE_AT = BASIS_SCALE_AT + 2 * R;
-constexpr int RECORD = (CENTROID_SCALE_AT + 2 + 63) / 64 * 64;
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -178,37 +169,3 @@ __device__ __forceinline__ void store_to_block(float* local, uint32 rank, float 
     store_to_block(reinterpret_cast<uint32*>(local), rank, __float_as_uint(value));
 }
 #endif
-
-// ---- the scorer's work list ----------------------------------------------------------------------------------------
-// The scored pages, sequence after sequence, form one list that is cut into equal runs, one per block.  `select` uses the same
-// arithmetic to find the blocks that scored a sequence.
-constexpr int GROUP_PAGES = 8;  // pages that a warp takes at a time
-
-__device__ __forceinline__ int scored_pages(int length, int recent_pages) {
-    return max((length + PAGE - 1) / PAGE - recent_pages, 0);
-}
-
-struct WorkList {
-    uint32 total, before;  // pages of all sequences, and of those in front of one
-    uint32 blocks;         // that have work; a block has no less than a group while there are enough pages
-
-    // The whole warp must call.
-    __device__ __forceinline__ WorkList(const int* seq_lens, int batch, int sequence, int recent_pages, uint32 grid_blocks) {
-        total = before = 0;
-        for (int i = threadIdx.x % 32; i < batch; i += 32) {
-            const uint32 pages = scored_pages(seq_lens[i], recent_pages);
-            total += pages;
-            before += i < sequence ? pages : 0;
-        }
-        total = warp_sum(total), before = warp_sum(before);
-        blocks = min(grid_blocks, (total + GROUP_PAGES - 1) / GROUP_PAGES);
-    }
-    // First page of a block: total * block / blocks, which could exceed 32 bits.
-    __device__ __forceinline__ uint32 begin(uint32 block) const {
-        return block < blocks ? total / blocks * block + total % blocks * block / blocks : total;
-    }
-    // The block whose run holds `page`: the last one with begin <= page.
-    __device__ __forceinline__ uint32 owner(uint32 page) const {
-        return static_cast<uint32>((static_cast<uint64>(page + 1) * blocks - 1) / total);
-    }
-};

@@ -6,7 +6,7 @@
 // the added error after three sweeps is below 4e-4 of |D|; rank 8 and int4 together cost 0.1 to 0.6.  A lane holds two columns (or SPLIT
 // lanes a part of their rows each) and rotates them against each other without any exchange; see `sweep` for who meets whom.
 #pragma once
-#include "common.cuh"
+#include "record.cuh"
 
 constexpr int PAIRS = PAGE / 2;    // of columns
 constexpr int UNITS = 32 / PAIRS;  // pages of a warp when a lane holds whole columns

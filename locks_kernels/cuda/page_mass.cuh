@@ -10,7 +10,8 @@
 //    fp16 value in rows 0-7 and what fp16 lost in rows 8-15: about 22 bits.
 //  * With at most 4 heads a group, rows 0-3 serve an even page and rows 4-7 the odd one behind it (block diagonal).
 #pragma once
-#include "common.cuh"
+#include "record.cuh"
+#include "work_list.cuh"
 
 constexpr int PAGE_BYTES = HEADS * RECORD;  // the records of a page's HEADS heads, side by side
 constexpr int STEPS = D / 32;            // 32-channel steps of the projection

@@ -8,6 +8,7 @@
 // asynchronous copies (bulk ones from sm_90 on) into a ring of STAGES slots; warp (sub, head) takes every SUBS-th group.  All
 // HEADS heads of a page are one contiguous copy.  With at most 4 query heads a group eight consumer warps do as well as 16 (bytes
 // bind) and leave room on the SM for the blocks that finish a new page and that select.
+#include "bulk.cuh"
 #include "page_mass.cuh"
 
 // Set by the launcher: HEADS KV heads per block, WARPS consumer warps, UNROLL page pairs (pages for G > 4)
@@ -19,35 +20,6 @@ constexpr int STAGES = SHARED_BYTES / STAGE_BYTES;
 static_assert(WARPS == HEADS * SUBS);
 static_assert(STAGES >= SUBS, "a warp would wait for a slot that is several rounds behind");
 
-__device__ __forceinline__ void barrier_init(uint32 barrier, uint32 count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32 barrier) {
-    asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{.reg .pred p;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@!p bra again;}" ::"r"(barrier), "r"(parity) : "memory");
-#else
-    asm volatile(
-        "{.reg .pred p; .reg .b64 s;\n"
-        "again: mbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n"
-        "@!p bra again;}" ::"r"(barrier), "r"(parity) : "memory");
-#endif
-}
-
-// Records are read once: they leave the second-level cache first, so that scores, block table and query stay for `select`.
-__device__ __forceinline__ uint64 read_once_policy() {
-    uint64 policy = 0;
-#if __CUDA_ARCH__ >= 900
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#endif
-    return policy;
-}
-
 // The records of `pages` pages into a slot; the whole warp calls, lane i with the address of page i, and `barrier` completes
 // when they are there.  Before sm_90 each lane copies 16 bytes at a time and its arrival is one of COPY_ARRIVALS.
 #if __CUDA_ARCH__ >= 900
@@ -58,16 +30,9 @@ constexpr int COPY_ARRIVALS = 32;
 __device__ __forceinline__ void copy_pages(uint32 to, const uint8* from, int pages, uint32 barrier, uint64 policy) {
     const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0)
-        asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;}" ::"r"(barrier), "r"(pages * PAGE_BYTES)
-                     : "memory");
+    if (lane == 0) barrier_expect(barrier, pages * PAGE_BYTES);
     __syncwarp();
-    if (lane < pages)
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                to + lane * PAGE_BYTES),
-            "l"(from), "r"(PAGE_BYTES), "r"(barrier), "l"(policy)
-            : "memory");
+    if (lane < pages) copy_bulk(to + lane * PAGE_BYTES, from, PAGE_BYTES, barrier, policy);
 #else
     for (int page = 0; page < pages; ++page) {
         const uint64 start = __shfl_sync(ALL_LANES, reinterpret_cast<uint64>(from), page);
@@ -104,9 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(shared_address(&full[i]), COPY_ARRIVALS);
             barrier_init(shared_address(&empty[i]), HEADS);
         }
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+        barriers_ready();
     }
     __syncthreads();
     // The pages scored here were complete before this step, so only the query must be there, and it was before the previous

@@ -13,7 +13,7 @@
 // A step's selection at small contexts is a chain of latencies (measured: about 1,000 cycles a barrier round), so one warp does
 // what 16 would do again, and the passes over the keys take four at a time and skip where none matters.  Asking the kept pages
 // into the second-level cache from here (cp.async.bulk.prefetch) was tried and made the step 5 us slower: it ends only with them.
-#include "common.cuh"
+#include "work_list.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
 constexpr int BINS = 256;

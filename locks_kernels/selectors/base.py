@@ -105,6 +105,7 @@ class Selector:
 
     name: str
     declaration: Declaration
+    complete_pages_only = False  # what `build` stores changes only when a page of the cache fills
 
     def missing(self, layer: Layer) -> str | None:
         """Why this layer's data is not enough for the method, or None."""

@@ -48,6 +48,7 @@ class Quest(PageSelector):
     name = "quest"
     declaration = Declaration("as published", granularity="query head", dense_layers=(0, 1))
     how = "none"
+    complete_pages_only = False  # the open page has a box, too
 
     def build(self, layer: Layer, options: SelectOptions, shape: DecodeShape) -> PageState:
         tail = -layer.tokens % shape.page_size

@@ -45,6 +45,7 @@ class PageSelector(Selector):
 
     how: Combine = "share"
     divisor = 1
+    complete_pages_only = True
 
     def summary(self, pages: torch.Tensor, layer: Layer) -> Any:
         """What is stored of complete pages [H, P, PAGE, D]."""
