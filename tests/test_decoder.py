@@ -265,14 +265,14 @@ def test_one_graph_is_replayed_as_lengths_grow(kernels: str, combine: str) -> No
     make_stages(kernels, cache, sequences, options)
     decoder = LocksDecoder(cache, sequences, options, kernels)
     decoder.prefill()
-    plain = copy_of(cache)
     inputs = new_token(cache, 4, 0)
     out = torch.empty_like(inputs[0])
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        decoder.step(*inputs, out)  # compiles
+        decoder.step(*inputs, out)  # compiles, and writes a token
     torch.cuda.current_stream().wait_stream(side)
+    plain = copy_of(cache)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decoder.step(*inputs, out)

@@ -1,57 +1,92 @@
 // Projection: a weight matrix times one vector at the read roof, with the small work around it: RMS norm before; bias, residual,
 // SiLU * up, or rotary embedding and append after.
 //
-// Every weight is read once.  A block owns some rows of the result and its warps a run of columns each, so the vector stays in
-// registers.  Each warp fills its own ring by bulk copies; the first ring is asked for before the kernel ahead has ended, since
-// weights do not depend on it: the memory never waits for a launch.  Rows are summed over the warps at the end of the block.
+// Every weight is read once.  A block owns some rows of the result; SPLIT of its warps share a row, so that each keeps its part of
+// the vector in registers.  Each warp fills its own ring by bulk copies, and the first ring is asked for before the kernel ahead
+// has ended, since weights do not depend on it: the memory never waits for a launch.  Measured on an H200: copies of 1 KB reach
+// no more than 2.9 TB/s, whatever is in flight, so a warp's part of a row is long rather than short.
 #include "bulk.cuh"
 
-// Set by the launcher: IN columns, NORM, EPILOGUE, EPSILON, RING_BYTES.
+// Set by the launcher: IN columns, NORM, EPILOGUE, EPSILON, SPLIT, CHUNK (16-byte loads that one copy brings), RING_BYTES.
 constexpr int BIAS = 1, ADD = 2, SILU_MUL = 3, QKV = 4, QKV_BIAS = 5;
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int PIECE = IN / WARPS, VECTORS = PIECE / 8;  // columns of a warp, in 16-byte loads
-constexpr int CHUNK = 64;                               // loads that one bulk copy brings
+constexpr int WARPS = 8, THREADS = 32 * WARPS, GROUPS = WARPS / SPLIT;
+constexpr int PIECE = IN / SPLIT, VECTORS = PIECE / 8;  // columns of a warp, in 16-byte loads
 constexpr int CHUNKS = (VECTORS + CHUNK - 1) / CHUNK;
+constexpr int LOADS = (VECTORS + 31) / 32;  // of a lane
 constexpr int SLOTS = RING_BYTES / (WARPS * CHUNK * 16);
+constexpr bool WIDE = LOADS <= 10;                  // the vector as fp32, where there are registers for it
 constexpr int ROWS = EPILOGUE >= SILU_MUL ? 2 : 1;  // of the matrix for one unit of the result
 constexpr int MOST_ROWS = 256;                      // of a block
-static_assert(IN % (8 * WARPS) == 0);
-
-struct Vector {  // of a lane: loads 64 c + 32 j + lane of its warp's piece
-    uint4 packed[NORM ? 1 : 2 * CHUNKS];
-    float wide[NORM ? 2 * CHUNKS : 1][8];  // times the norm's gain
-};
+static_assert(IN % (8 * SPLIT) == 0 && CHUNK % 32 == 0 && SLOTS >= 2 && SLOTS <= 32);
 
 __device__ __forceinline__ void widen(float (&to)[8], const uint4& from) {
     const uint32 words[4] = {from.x, from.y, from.z, from.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[2 * i] = low_of(words[i]), to[2 * i + 1] = high_of(words[i]);
 }
+__device__ __forceinline__ uint4 narrow(const float (&from)[8]) {
+    return make_uint4(pack(from[0], from[1]), pack(from[2], from[3]), pack(from[4], from[5]), pack(from[6], from[7]));
+}
 
-// Returns the lane's sum of squares.
-__device__ __forceinline__ float load_vector(Vector& vector, const uint16* x, const uint16* gain, int lane) {
-    float squares = 0.f;
+struct Vector {  // of a lane: loads 32 i + lane of its warp's piece
+    uint4 packed[WIDE ? 1 : LOADS];
+    float wide[WIDE ? LOADS : 1][8];
+
+    __device__ __forceinline__ void set(int i, const uint4& value) {
+        if constexpr (WIDE) widen(wide[i], value);
+        else packed[i] = value;
+    }
+    __device__ __forceinline__ void get(float (&to)[8], int i) const {
+        if constexpr (WIDE) {
 #pragma unroll
-    for (int i = 0; i < 2 * CHUNKS; ++i) {
-        const int at = 32 * i + lane;
-        const uint4 raw = at < VECTORS ? reinterpret_cast<const uint4*>(x)[at] : make_uint4(0, 0, 0, 0);
-        if constexpr (NORM) {
-            float gains[8];
-            widen(gains, at < VECTORS ? reinterpret_cast<const uint4*>(gain)[at] : make_uint4(0, 0, 0, 0));
-            widen(vector.wide[i], raw);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) squares += vector.wide[i][j] * vector.wide[i][j], vector.wide[i][j] *= gains[j];
+            for (int k = 0; k < 8; ++k) to[k] = wide[i][k];
         } else {
-            vector.packed[i] = raw;
+            widen(to, packed[i]);
         }
     }
-    return squares;
-}
+};
 
 __device__ __forceinline__ float sum_of_lanes(float x) {
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) x += __shfl_xor_sync(ALL_LANES, x, apart);
     return x;
+}
+__device__ __forceinline__ uint4 load(const uint16* from, int at) {
+    return at < VECTORS ? reinterpret_cast<const uint4*>(from)[at] : make_uint4(0, 0, 0, 0);
+}
+
+// x, or its RMS norm times gain rounded to the stored type as layer_ops does; the whole block calls.
+__device__ __forceinline__ void load_vector(Vector& vector, const uint16* x, const uint16* gain, int warp, int lane) {
+    __shared__ float squares[WARPS];
+    x += warp % SPLIT * PIECE, gain += warp % SPLIT * PIECE;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        const uint4 raw = load(x, 32 * i + lane);
+        vector.set(i, raw);
+        float value[8];
+        widen(value, raw);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) sum += value[k] * value[k];
+    }
+    if constexpr (NORM) {
+        sum = sum_of_lanes(sum);
+        if (lane == 0) squares[warp] = sum;
+        __syncthreads();
+        sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < SPLIT; ++i) sum += squares[warp / SPLIT * SPLIT + i];
+        const float scale = rsqrtf(sum / IN + EPSILON);
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            float value[8], gains[8];
+            vector.get(value, i);
+            widen(gains, load(gain, 32 * i + lane));
+#pragma unroll
+            for (int k = 0; k < 8; ++k) value[k] = value[k] * scale * gains[k];
+            vector.set(i, narrow(value));
+        }
+    }
 }
 
 // The rows of the matrix that make unit `unit` of the result; D only matters to QKV, whose channels d and d + D/2 rotate together.
@@ -66,8 +101,8 @@ __device__ __forceinline__ void multiply(float (&results)[MOST_ROWS], const uint
                                          const uint16* __restrict__ weight, int first, int count, int units) {
     extern __shared__ __align__(128) uint8 rings[];
     __shared__ __align__(8) uint64 full[WARPS][SLOTS];
-    __shared__ float sums[MOST_ROWS][WARPS + 1], squares[WARPS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __shared__ float sums[MOST_ROWS][SPLIT];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / SPLIT, part = warp % SPLIT;
     if (threadIdx.x == 0) {
         for (int i = 0; i < WARPS * SLOTS; ++i) barrier_init(shared_address(&full[0][0] + i), 1);
         barriers_ready();
@@ -76,58 +111,49 @@ __device__ __forceinline__ void multiply(float (&results)[MOST_ROWS], const uint
     let_next_kernel_start();
 
     const uint64 policy = read_once_policy();
-    const int total = ROWS * count * CHUNKS;
+    const int rows = max(ROWS * count - group + GROUPS - 1, 0) / GROUPS;  // of this warp: group, group + GROUPS, ...
     const uint32 ring = shared_address(rings) + warp * SLOTS * CHUNK * 16;
     const auto fetch = [&](int at, int slot) {
-        const int row = at / CHUNKS, chunk = at % CHUNKS;
+        const int row = at / CHUNKS * GROUPS + group, chunk = at % CHUNKS;
         const uint32 bytes = 16 * (chunk == CHUNKS - 1 ? VECTORS - CHUNK * (CHUNKS - 1) : CHUNK);
-        const uint16* from = weight + row_of(first + row / ROWS, row % ROWS, units) * IN + warp * PIECE + chunk * CHUNK * 8;
+        const uint16* from = weight + row_of(first + row / ROWS, row % ROWS, units) * IN + part * PIECE + chunk * CHUNK * 8;
         barrier_expect(shared_address(&full[warp][slot]), bytes);
         copy_bulk(ring + slot * CHUNK * 16, from, bytes, shared_address(&full[warp][slot]), policy);
     };
-    if (lane < SLOTS && lane < total) fetch(lane, lane);
+    if (lane < SLOTS && lane < rows * CHUNKS) fetch(lane, lane);
 
     wait_for_previous_kernel();
     Vector vector;
-    const float own_squares = load_vector(vector, x + warp * PIECE, gain + warp * PIECE, lane);
-    if constexpr (NORM) {
-        const float sum = sum_of_lanes(own_squares);
-        if (lane == 0) squares[warp] = sum;
-    }
+    load_vector(vector, x, gain, warp, lane);
     int slot = 0, parity = 0;
-    for (int row = 0, at = 0; row < ROWS * count; ++row) {
-        float sum[2] = {};
+    for (int row = 0, at = 0; row < rows; ++row) {
+        float sum[4] = {};
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; ++chunk, ++at) {
             barrier_wait(shared_address(&full[warp][slot]), parity);
             const uint4* loads = reinterpret_cast<const uint4*>(rings + (warp * SLOTS + slot) * CHUNK * 16);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int i = 2 * chunk + j;
-                if (32 * i >= VECTORS) break;
+            for (int j = 0; j < CHUNK / 32; ++j) {
+                const int i = CHUNK / 32 * chunk + j;
+                if (i >= LOADS) break;
                 float w[8], v[8];
                 widen(w, 32 * i + lane < VECTORS ? loads[32 * j + lane] : make_uint4(0, 0, 0, 0));
-                if constexpr (!NORM) widen(v, vector.packed[i]);
+                vector.get(v, i);
 #pragma unroll
-                for (int k = 0; k < 8; ++k) sum[k % 2] = fmaf(w[k], NORM ? vector.wide[NORM ? i : 0][k] : v[k], sum[k % 2]);
+                for (int k = 0; k < 8; ++k) sum[k % 4] = fmaf(w[k], v[k], sum[k % 4]);
             }
             __syncwarp();
-            if (lane == 0 && at + SLOTS < total) fetch(at + SLOTS, slot);
+            if (lane == 0 && at + SLOTS < rows * CHUNKS) fetch(at + SLOTS, slot);
             if (++slot == SLOTS) slot = 0, parity ^= 1;
         }
-        const float whole = sum_of_lanes(sum[0] + sum[1]);
-        if (lane == 0) sums[row][warp] = whole;
+        const float whole = sum_of_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+        if (lane == 0) sums[row * GROUPS + group][part] = whole;
     }
     __syncthreads();
     for (int row = threadIdx.x; row < ROWS * count; row += THREADS) {
-        float sum = 0.f, norm = 0.f;
+        float sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum += sums[row][w];
-        if constexpr (NORM) {
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) norm += squares[w];
-            sum *= rsqrtf(norm / IN + EPSILON);
-        }
+        for (int i = 0; i < SPLIT; ++i) sum += sums[row][i];
         results[row] = sum;
     }
     __syncthreads();

@@ -14,7 +14,9 @@ from locks_kernels.layer_ops import NORM_EPSILON, NewToken
 EPILOGUES = {"none": 0, "bias": 1, "add": 2, "silu_mul": 3, "qkv": 4, "qkv_bias": 5}
 TWO_ROWS = ("silu_mul", "qkv", "qkv_bias")  # of the matrix for one unit of the result
 WARPS, MOST_ROWS = 8, 256  # of a block, as in projection.cu
-RING_BYTES = 65536  # of a block: two of them, of a kernel and the next, share an SM
+LONGEST_PIECE = 2048  # columns of a warp, where the warps of a block are enough
+CHUNK_BYTES = 2048  # of one copy, at most
+RING_BYTES = 98304  # of a block: two of them, of a kernel and the next, share an SM
 
 
 def unsupported(width: int, device: torch.device) -> str | None:
@@ -30,8 +32,13 @@ def unsupported(width: int, device: torch.device) -> str | None:
 
 def macros(width: int, epilogue: str, norm: bool, dtype: torch.dtype, head_dim: int = 2) -> dict[str, object]:
     """Compile-time parameters; `head_dim` matters to queries, keys and values only."""
+    split = next(split for split in (1, 2, 4, 8) if width <= split * LONGEST_PIECE or split == WARPS)
+    loads = width // split // 8
+    chunks = -(-loads * 16 // CHUNK_BYTES)
     return {
         "IN": width,
+        "SPLIT": split,
+        "CHUNK": -(-loads // (chunks * 32)) * 32,
         "EPILOGUE": EPILOGUES[epilogue],
         "NORM": int(norm),
         "EPSILON": f"{NORM_EPSILON!r}f",
