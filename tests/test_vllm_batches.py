@@ -1,0 +1,327 @@
+"""The plugin's way through a batch, with vLLM faked (fake_vllm.py) and the plain-torch stages.
+
+The truth for a row is the engine's dense attention where the budget covers it, and the reference's step where it does not.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import fake_vllm
+import pytest
+import torch
+
+from locks_kernels import reference
+from locks_kernels.cache import PagedCache, Sequences
+from locks_kernels.decode import ReferenceStages
+from locks_kernels.shapes import DecodeShape, SelectOptions
+from locks_kernels.summary import RecordLayout
+from locks_kernels.vllm_plugin import limits, settings
+from locks_kernels.vllm_plugin.pages import padded_bytes, page_cache, tail_bytes
+from locks_kernels.vllm_plugin.workspace import Workspaces
+
+HQ, H, D, PAGE, BLOCKS, WIDTH = 4, 2, 64, 16, 64, 24
+SHAPE = DecodeShape(HQ, H, D, PAGE)
+BUDGET = 80
+
+
+def paged(order: str = "HND") -> torch.Tensor:
+    """vLLM's cache of one layer, [BLOCKS, H, PAGE, 2 D] with padded pages, of garbage."""
+    dense_bytes = H * PAGE * 2 * D * 2
+    stride = padded_bytes(dense_bytes, SHAPE) // 2
+    storage = torch.full((BLOCKS * stride,), 7.0, dtype=torch.bfloat16)
+    inner = (PAGE * 2 * D, 2 * D) if order == "HND" else (2 * D, H * 2 * D)
+    return storage.as_strided((BLOCKS, H, PAGE, 2 * D), (stride, *inner, 1))
+
+
+class World:
+    """An engine of two layers and whatever sequences a test puts into it."""
+
+    def __init__(self, said: dict[str, Any], order: str = "HND", **more: Any) -> None:
+        from locks_kernels.vllm_plugin import gpu
+
+        self.modules = {}
+        self.config = fake_vllm.engine(self.modules, **more)
+        fake_vllm.CONFIG.append(self.config)
+        for index in range(2):
+            impl = gpu.LocksImpl(HQ, D, D**-0.5, H)
+            self.modules[f"model.layers.{index}.attn"] = SimpleNamespace(impl=impl, kv_cache=paged(order))
+        spec = fake_vllm.FullAttentionSpec(block_size=PAGE, num_kv_heads=H, head_size=D, dtype=torch.bfloat16)
+        self.spec = gpu.LocksBackend.customize_spec(spec)
+        self.builder = gpu.LocksBuilder(self.spec, list(self.modules), self.config, torch.device("cpu"))
+        self.generator = torch.Generator().manual_seed(0)
+
+    @property
+    def layers(self) -> list[Any]:
+        return list(self.modules.values())
+
+    def random(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.generator).bfloat16()
+
+    def step(self, rows: list[tuple[list[int], int, int]], padding: int = 0) -> tuple[torch.Tensor, Any]:
+        """Rows of (block ids, tokens before, new tokens): write and attend in all layers.  Outputs [layers, T, HQ, D]."""
+        new = [count for _, _, count in rows]
+        starts = torch.tensor([0, *new]).cumsum(0).int()
+        table = torch.zeros(len(rows), WIDTH, dtype=torch.int32)
+        slots = []
+        for row, (blocks, before, count) in enumerate(rows):
+            table[row, : len(blocks)] = torch.tensor(blocks)
+            slots += [blocks[at // PAGE] * PAGE + at % PAGE for at in range(before, before + count)]
+        lens = torch.tensor([before + count for _, before, count in rows], dtype=torch.int32)
+        total = sum(new)
+        common = fake_vllm.Common(
+            starts, starts, lens, len(rows), total, max(new), int(lens.max()), table, torch.tensor(slots), lens
+        )
+        metadata = self.builder.build(0, common)
+        outputs = []
+        for layer in self.layers:
+            query = self.random(total + padding, HQ + 2 * H, D)  # fused: rows of the query lie apart
+            layer.query, keys, values = query.split((HQ, H, H), 1)
+            out = torch.full((total + padding, HQ, D), float("nan"), dtype=torch.bfloat16)
+            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, common.slot_mapping)
+            outputs.append(layer.impl.forward(layer, layer.query, keys, values, layer.kv_cache, metadata, out)[:total])
+        return torch.stack(outputs), SimpleNamespace(starts=starts.tolist(), table=table, lens=lens, metadata=metadata)
+
+    def dense(self, layer: Any, at: Any, row: int) -> torch.Tensor:
+        tokens = slice(at.starts[row], at.starts[row + 1])
+        return fake_vllm.dense(layer.query[tokens], layer.kv_cache, at.table[row], int(at.lens[row]), D**-0.5)
+
+    def sparse(self, layer: Any, at: Any, rows: int) -> torch.Tensor:
+        """The reference's step for the first `rows` rows."""
+        cache = page_cache(layer.kv_cache, SHAPE)
+        sequences = Sequences(at.table[:rows], at.lens[:rows])
+        stages = ReferenceStages(cache, sequences, SelectOptions(BUDGET))
+        out = torch.empty(rows, HQ, D, dtype=torch.bfloat16)
+        stages.score(layer.query[:rows])
+        stages.select()
+        stages.attend(layer.query[:rows], out)
+        return out
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Makes a World from settings."""
+
+    def make(said: dict[str, Any] | None = None, **more: Any) -> World:
+        monkeypatch.setenv(settings.VARIABLE, json.dumps({"budget": BUDGET, **(said or {})}))
+        settings.current.cache_clear()
+        from locks_kernels.vllm_plugin import gpu
+
+        monkeypatch.setattr(gpu, "choose", lambda *given: ("reference", ReferenceStages))
+        return World(said or {}, **more)
+
+    with fake_vllm.installed(fake_vllm.Registry()):
+        yield make
+    settings.current.cache_clear()
+    fake_vllm.CONFIG.clear()
+
+
+LONG, SHORT, FRESH = list(range(1, 13)), list(range(20, 24)), list(range(30, 36))
+
+
+def prefilled(w: World) -> None:
+    """190 tokens on LONG in two chunks, and 40 on SHORT."""
+    w.step([(LONG, 0, 100)])
+    w.step([(LONG, 100, 90), (SHORT, 0, 40)])
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_mixed_batch(world: Any, order: str) -> None:
+    """One token each of a long and a short sequence, and a prompt behind them: three ways through one batch."""
+    w = world(order=order)
+    prefilled(w)
+    out, at = w.step([(LONG, 190, 1), (SHORT, 40, 1), (FRESH, 0, 70)], padding=3)
+    assert (at.metadata.decodes, at.metadata.prefill.num_actual_tokens) == (2, 70)
+    for index, layer in enumerate(w.layers):
+        torch.testing.assert_close(out[index, :2], w.sparse(layer, at, 2))
+        torch.testing.assert_close(out[index, 1:2], w.dense(layer, at, 1), atol=2e-2, rtol=2e-2)  # within the budget
+        torch.testing.assert_close(out[index, 2:], w.dense(layer, at, 2))
+        assert (out[index, 0] - w.dense(layer, at, 0)[0]).abs().max() > 0.05  # sparse, and it shows
+        assert layer.impl.rows_attended == 4  # prompts only
+
+
+def test_decodes_only_and_rows_of_padding(world: Any) -> None:
+    """A full graph's batch: as many rows as were captured, the last ones of length 0."""
+    w = world()
+    prefilled(w)
+    attended = w.layers[0].impl.rows_attended
+    out, at = w.step([(LONG, 190, 1), (SHORT, 40, 1)])
+    assert at.metadata.prefill is None and at.metadata.scheduler_metadata is None
+    torch.testing.assert_close(out[0], w.sparse(w.layers[0], at, 2))
+    common = fake_vllm.Common(
+        torch.arange(4).int(),
+        torch.tensor([0, 1, 1, 1]),
+        torch.tensor([191, 0, 0]).int(),
+        3,
+        3,
+        1,
+        512,
+        torch.tensor([LONG + [0] * (WIDTH - len(LONG)), [0] * WIDTH, [0] * WIDTH]).int(),
+        torch.tensor([-1, -1, -1]),
+    )
+    layer = w.layers[1]
+    before = layer.kv_cache.clone()
+    keys = w.random(3, H, D)
+    layer.impl.do_kv_cache_update(layer, keys, keys, layer.kv_cache, common.slot_mapping)
+    assert torch.equal(layer.kv_cache, before)
+    padded = torch.full((3, HQ, D), float("nan"), dtype=torch.bfloat16)
+    layer.impl.forward(layer, w.random(3, HQ, D), keys, keys, layer.kv_cache, w.builder.build(0, common), padded)
+    assert padded[0].isfinite().all() and (padded[1:] == 0).all()
+    assert layer.impl.rows_attended == attended
+
+
+def test_prompts_only(world: Any) -> None:
+    w = world()
+    out, at = w.step([(LONG, 0, 100), (SHORT, 0, 33)], padding=2)
+    assert at.metadata.stages is None and at.metadata.scheduler_metadata is not None
+    torch.testing.assert_close(out[1, :100], w.dense(w.layers[1], at, 0))
+    torch.testing.assert_close(out[1, 100:], w.dense(w.layers[1], at, 1))
+
+
+def test_dense_layers_and_dense_contexts(world: Any) -> None:
+    w = world({"dense_layers": [0]})
+    prefilled(w)
+    out, at = w.step([(LONG, 190, 1), (FRESH, 0, 20)])
+    assert [layer.impl.served is None for layer in w.layers] == [True, False]
+    torch.testing.assert_close(out[0, :1], w.dense(w.layers[0], at, 0))
+    torch.testing.assert_close(out[1, :1], w.sparse(w.layers[1], at, 1))
+    for row in (0, 1):
+        torch.testing.assert_close(
+            out[0, at.starts[row] : at.starts[row + 1]], w.dense(w.layers[0], at, row)
+        )  # a plan of the whole batch, beside that of the prompt
+    everything = world({"min_context": 192})
+    prefilled(everything)
+    out, at = everything.step([(LONG, 190, 1)])
+    torch.testing.assert_close(out[0], everything.dense(everything.layers[0], at, 0), atol=2e-2, rtol=2e-2)
+
+
+def records(kv_cache: torch.Tensor, block: int) -> torch.Tensor:
+    return page_cache(kv_cache, SHAPE).summaries[block].clone()
+
+
+def rebuilt(kv_cache: torch.Tensor, block: int) -> torch.Tensor:
+    cache = page_cache(kv_cache, SHAPE)
+    blank = PagedCache(SHAPE, cache.keys, cache.values, torch.zeros(BLOCKS, H, RecordLayout.of(SHAPE).record_bytes).byte())
+    reference.build(blank, torch.tensor([block]))
+    return blank.summaries[block]
+
+
+def test_a_used_block_gets_a_new_summary_when_its_new_page_is_full(world: Any) -> None:
+    """Prefix cache and preemption hand blocks on; until a page is full again, nobody ranks it."""
+    w = world()
+    prefilled(w)
+    layer = w.layers[0]
+    old = records(layer.kv_cache, 1)
+    assert torch.equal(old, rebuilt(layer.kv_cache, 1))
+    again = [1, 2, 40]  # of LONG, which is gone
+    w.step([(again, 0, 15)])
+    assert torch.equal(records(layer.kv_cache, 1), old)  # stale, and the open page of its sequence
+    out, at = w.step([(again, 15, 1)])
+    assert torch.equal(records(layer.kv_cache, 1), rebuilt(layer.kv_cache, 1))
+    assert not torch.equal(records(layer.kv_cache, 1), old)
+    torch.testing.assert_close(out[0], w.dense(layer, at, 0), atol=2e-2, rtol=2e-2)
+    w.step([(again, 16, 20)])
+    assert torch.equal(records(layer.kv_cache, 2), rebuilt(layer.kv_cache, 2))
+
+
+def test_pages_fill_at_every_boundary(world: Any) -> None:
+    """Decoding across a page's end, a token at a time: summarised with its last row, not before and not without it."""
+    w = world()
+    w.step([(FRESH, 0, 14)])
+    layer = w.layers[1]
+    untouched = records(layer.kv_cache, FRESH[0])
+    for length in (15, 16, 17, 18):
+        w.step([(FRESH, length - 1, 1)])
+        now = records(layer.kv_cache, FRESH[0])
+        assert torch.equal(now, untouched) == (length < 16)
+        assert torch.equal(now, rebuilt(layer.kv_cache, FRESH[0])) == (length >= 16)
+
+
+def test_layers_that_cannot_be_served(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from locks_kernels.vllm_plugin import gpu
+
+    w = world()
+    fake_vllm.CONFIG.append(w.config)
+    with pytest.raises(limits.RefusedError, match=r"LOCKS does not support ALiBi; serve with .* \"unsupported\": \"dense\""):
+        gpu.LocksImpl(HQ, D, D**-0.5, H, alibi_slopes=[0.5])
+    large = fake_vllm.FullAttentionSpec(block_size=128, num_kv_heads=H, head_size=D, dtype=torch.bfloat16)
+    with pytest.raises(limits.RefusedError, match="use --block-size 16 or 32 or 64"):
+        gpu.LocksBackend.customize_spec(large)
+    window = fake_vllm.SlidingWindowSpec(block_size=1, num_kv_heads=H, head_size=D, dtype=torch.bfloat16, sliding_window=128)
+    assert gpu.LocksBackend.customize_spec(window) is window
+    tolerant = world({"unsupported": "dense"}, speculative_config=object())
+    assert "LOCKS does not support speculative decoding" in capsys.readouterr().out
+    assert tolerant.builder.served == {}
+    assert gpu.LocksBackend.customize_spec(large) is large
+    prefilled(tolerant)
+    out, at = tolerant.step([(LONG, 190, 1)])
+    torch.testing.assert_close(out[0], tolerant.dense(tolerant.layers[0], at, 0))
+
+
+def test_settings_that_do_not_fit_the_model(world: Any) -> None:
+    with pytest.raises(settings.SettingsError, match="dense_layers has 2, but the model has layers 0 to 1"):
+        world({"dense_layers": [0, 2]})
+    with pytest.raises(settings.SettingsError, match="at least 3 pages"):
+        world({"budget": 32})
+    with pytest.raises(settings.SettingsError, match="oracle"):
+        world({"selector": "oracle"})
+
+
+def test_graphs_only_where_summaries_are(world: Any) -> None:
+    w = world()
+    plain = fake_vllm.FullAttentionSpec(block_size=PAGE, num_kv_heads=H, head_size=D, dtype=torch.bfloat16)
+    assert w.builder.get_cudagraph_support(w.config, w.spec) is fake_vllm.Support.UNIFORM_SINGLE_TOKEN_DECODE
+    assert w.builder.get_cudagraph_support(w.config, plain) is fake_vllm.Support.ALWAYS
+
+
+def test_page_arithmetic() -> None:
+    llama = DecodeShape(32, 8, 128, 16)
+    assert (tail_bytes(llama), padded_bytes(65536, llama)) == (6656, 72192)
+    kv_cache = paged()
+    cache = page_cache(kv_cache, SHAPE)
+    kv_cache.fill_(0)
+    cache.summaries.fill_(255)
+    assert (kv_cache == 0).all()  # a summary is no part of a page's keys and values
+    kv_cache[3] = 1.0
+    assert (cache.summaries == 255).all()
+    assert cache.keys.data_ptr() == kv_cache.data_ptr() and cache.keys.stride() == cache.values.stride()
+    with pytest.raises(ValueError, match="has not padded them"):
+        page_cache(torch.zeros(4, H, PAGE, 2 * D, dtype=torch.bfloat16), SHAPE)
+
+
+class Counting(ReferenceStages):
+    """Stages with a workspace, so that sharing it can be seen."""
+
+    made = 0
+
+    def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Any = None) -> None:
+        super().__init__(cache, sequences, options)
+        Counting.made += 1
+        self.room = torch.empty(sequences.batch, 5)
+
+
+def test_batch_sizes_share_one_memory_and_keep_no_cache() -> None:
+    """An engine measures itself with a small cache that it must be able to free, and captures from large to small."""
+    Counting.made = 0
+    workspaces = Workspaces(Counting, SelectOptions(BUDGET))
+    cache = page_cache(paged(), SHAPE)
+
+    def sequences(batch: int) -> Sequences:
+        return Sequences(torch.zeros(batch, WIDTH, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32))
+
+    large, small = workspaces.on(cache, sequences(4)), workspaces.on(cache, sequences(2))
+    assert small.room.shape == (2, 5) and small.room.data_ptr() == large.room.data_ptr()  # type: ignore[attr-defined]
+    again = workspaces.on(page_cache(paged(), SHAPE), sequences(2))
+    assert Counting.made == 2 and again.room.data_ptr() == large.room.data_ptr()  # type: ignore[attr-defined]
+    larger = workspaces.on(cache, sequences(8))
+    assert larger.room.shape == (8, 5)  # type: ignore[attr-defined]
+    freed = weakref.ref(cache)
+    del cache, large, small, larger
+    gc.collect()
+    assert freed() is None
+    assert again.cache is not None
