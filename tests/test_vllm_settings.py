@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import subprocess
 import sys
@@ -13,6 +14,11 @@ import pytest
 
 from locks_kernels.vllm_plugin import limits, register, settings
 from locks_kernels.vllm_plugin.settings import Settings, SettingsError
+
+
+class Kind(str, enum.Enum):  # noqa: UP042, as vLLM's
+    ENCODER_ONLY = "encoder_only"
+
 
 LAYER = {"query_heads": 32, "kv_heads": 8, "head_dim": 128, "scale": 128**-0.5, "kv_cache_dtype": "auto"}
 
@@ -127,7 +133,7 @@ def test_registering_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({"attn_type": Kind.ENCODER_ONLY}, "LOCKS does not support encoder_only attention"),
         ({"sliding_window": 4096}, "window of 4096 tokens"),
         ({"logits_soft_cap": 50.0}, "a soft cap on logits (50.0)"),
         ({"alibi_slopes": [1.0]}, "ALiBi"),
@@ -141,7 +147,7 @@ def test_registering_imports_no_torch() -> None:
 )
 def test_layers_that_stay_dense_say_why(changes: dict[str, object], words: str) -> None:
     assert limits.layer_reason(**LAYER) is None  # type: ignore[arg-type]
-    assert words in str(limits.layer_reason(**{**LAYER, **changes}))  # type: ignore[arg-type]
+    assert words in limits.sentence(str(limits.layer_reason(**{**LAYER, **changes})))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +159,8 @@ def test_layers_that_stay_dense_say_why(changes: dict[str, object], words: str) 
         ({"parallel_config": SimpleNamespace(prefill_context_parallel_size=2)}, "prefill context parallelism"),
         ({"parallel_config": SimpleNamespace(enable_dbo=True)}, "micro-batches"),
         ({"attention_config": SimpleNamespace(use_non_causal=True)}, "non-causal"),
+        ({"model_config": SimpleNamespace(is_mm_prefix_lm=True)}, "prefix-LM"),
+        ({"model_config": SimpleNamespace(rswa_window=64)}, "reference sliding windows"),
     ],
 )
 def test_engines_that_stay_dense_say_why(more: dict[str, object], words: str) -> None:

@@ -15,8 +15,8 @@ EPILOGUES = {"none": 0, "bias": 1, "add": 2, "silu_mul": 3, "qkv": 4, "qkv_bias"
 TWO_ROWS = ("silu_mul", "qkv", "qkv_bias")  # of the matrix for one unit of the result
 WARPS, MOST_ROWS = 8, 256  # of a block, as in projection.cu
 LONGEST_PIECE = 2048  # columns of a warp, where the warps of a block are enough
-CHUNK_BYTES = 2048  # of one copy, at most
-RING_BYTES = 98304  # of a block: two of them, of a kernel and the next, share an SM
+CHUNK_BYTES = 4096  # of one copy, at most
+RING_BYTES = 65536  # of a block: some kernels ahead share an SM, each with its first ring on the way
 
 
 def unsupported(width: int, device: torch.device) -> str | None:

@@ -39,7 +39,17 @@ def watch(worker) -> None:
             if slot >= 0:
                 (worker.complete.add if slot % size == size - 1 else worker.complete.discard)(slot // size)
 
-    cudagraph_utils.ModelCudaGraphManager.run_fullgraph, Served.finalise = counted, remembered
+    Served.finalise = remembered
+    if torch.cuda.is_available():
+        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+        plain = ModelCudaGraphManager.run_fullgraph
+
+        def counted(self, *args):
+            worker.full_graphs += 1
+            return plain(self, *args)
+
+        ModelCudaGraphManager.run_fullgraph = counted
 
 
 def inspect(worker) -> dict:

@@ -14,15 +14,22 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER
 
 
 def run(
-    model: Path, rounds: list[dict[str, Any]], out: Path, settings: object = None, watch: bool = False, **args: Any
+    model: Path,
+    rounds: list[dict[str, Any]],
+    out: Path,
+    settings: object = None,
+    watch: bool = False,
+    environment: dict[str, str] | None = None,
+    **args: Any,
 ) -> subprocess.CompletedProcess[str]:
     """One engine with LOCKS_VLLM as `settings` (None: not set; text goes as it is); its result is in `out`."""
-    environment = {name: value for name, value in os.environ.items() if name != "LOCKS_VLLM"} | QUIET
+    inherited = {name: value for name, value in os.environ.items() if name != "LOCKS_VLLM"}
+    environment = inherited | QUIET | (environment or {})
     if settings is not None:
         environment["LOCKS_VLLM"] = settings if isinstance(settings, str) else json.dumps(settings)
     job = {"model": str(model), "args": args, "rounds": rounds, "watch": watch, "out": str(out)}
     return subprocess.run(
-        [sys.executable, str(ENGINE)], input=json.dumps(job), text=True, capture_output=True, env=environment, timeout=900
+        [sys.executable, str(ENGINE)], input=json.dumps(job), text=True, capture_output=True, env=environment, timeout=1800
     )
 
 
