@@ -1,0 +1,42 @@
+"""Run by test_cuda_sanitizer.py under compute-sanitizer: every CUDA kernel on small shapes, ragged and odd ones."""
+
+from __future__ import annotations
+
+import torch
+from kernel_cases import DEVICE, make, make_query, randn
+
+from locks_kernels.cuda import projection
+from locks_kernels.cuda.stages import CudaStages
+from locks_kernels.shapes import DecodeShape, SelectOptions
+
+SHAPES = [
+    DecodeShape(8, 2),
+    DecodeShape(8, 1, dtype="float16"),
+    DecodeShape(9, 3, 64, 32, 2),
+    DecodeShape(16, 1, 256, 16, 4),
+    DecodeShape(5, 1, 128, 64, 8),
+]
+
+
+def main() -> None:
+    for shape in SHAPES:
+        page = shape.page_size
+        cache, sequences = make(shape, (0, 1, page, 3 * page, 40 * page - 1, 200 * page))
+        stages = CudaStages(cache, sequences, SelectOptions(8 * page, dense_tokens=10 * page))
+        query, heads = make_query(shape, sequences.batch), shape.kv_heads
+        token = randn(sequences.batch, heads, shape.head_dim).to(query.dtype)
+        stages.build(sequences.block_table[5, :200])
+        stages.finalise_slots(torch.arange(-3, 5 * page, device=DEVICE))
+        for _ in range(2):
+            stages.append_finalise(token, token)
+            stages.score(query)
+            stages.select()
+            stages.attend(query, torch.empty_like(query))
+    for width, rows in ((576, 131), (4096, 300)):
+        x = randn(1, width).bfloat16()
+        projection.gemv(x, randn(rows, width).bfloat16(), x.new_empty(1, rows), x[0])
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
