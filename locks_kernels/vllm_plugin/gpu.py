@@ -30,6 +30,9 @@ from locks_kernels.vllm_plugin.workspace import choose
 
 
 class LocksBackend(FlashAttentionBackend):
+    # 0.33: no kernel of a model may write the cache itself, as pages are summarised where the cache is written.
+    supports_kv_cache_update_bypass = False
+
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"

@@ -38,7 +38,7 @@ def layer_reason(
 ) -> str | None:
     """Why an attention layer with these properties stays dense; None if it need not."""
     if attn_type != "decoder":
-        return f"{attn_type} attention"
+        return f"{getattr(attn_type, 'value', attn_type)} attention"
     if sliding_window is not None:
         return f"sliding-window attention (window of {sliding_window} tokens)"
     if logits_soft_cap:
@@ -84,4 +84,9 @@ def engine_reason(config: Any) -> str | None:
         return "micro-batches (dual batch overlap)"
     if getattr(getattr(config, "attention_config", None), "use_non_causal", False):
         return "non-causal attention"
+    model = config.model_config
+    if getattr(model, "is_mm_prefix_lm", False):
+        return "models whose prompts are not causal (prefix-LM)"
+    if getattr(model, "rswa_window", None) is not None:
+        return "reference sliding windows"
     return None
