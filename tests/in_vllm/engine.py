@@ -53,9 +53,10 @@ def watch(worker) -> None:
 
 
 def inspect(worker) -> dict:
-    """In the worker: how far the summaries of complete pages are from what their keys call for, as they lie there now.
+    """In the worker: how well the summaries of complete pages stand for their keys, as both lie there now.
 
-    summary_error: norm of the difference between the keys that the two stand for, over that of the keys; the worst layer's.
+    summary_error: by how much a page's error is above that of a summary made anew, in norms of its keys; the worst page's.
+    Not the difference of the two: where eigenvalues are close, two bases may be equally good.
     """
     from locks_kernels.reference import summarise
     from locks_kernels.summary import RecordLayout, unpack
@@ -69,9 +70,9 @@ def inspect(worker) -> dict:
             cache = page_cache(module.kv_cache, served.shape)
             keys = cache.keys[pages].float()
             stored = unpack(cache.summaries[pages], RecordLayout.of(served.shape)).reconstruct()
-            wanted = summarise(keys, served.shape.rank).reconstruct()
-            apart = (stored - wanted).flatten(2).norm(dim=-1) / keys.flatten(2).norm(dim=-1).clamp_min(1e-6)
-            error = max(error, float(apart.max()))
+            anew = summarise(keys, served.shape.rank).reconstruct()
+            above = (stored - keys).flatten(2).norm(dim=-1) - (anew - keys).flatten(2).norm(dim=-1)
+            error = max(error, float((above / keys.flatten(2).norm(dim=-1).clamp_min(1e-6)).max()))
     graphs = getattr(worker, "full_graphs", 0)
     return {"summary_error": error, "complete_pages": len(pages), "cache_stride": stride, "full_graphs": graphs}
 

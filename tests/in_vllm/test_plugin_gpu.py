@@ -23,7 +23,8 @@ import served
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 CONTEXT = 16384
-GAP = 0.1  # nats; logits of this model differ by several
+GAP = 0.1  # nats; the best two of this model are about one apart
+SPARSE_GAP = 0.3  # where rounding may also exchange the last page that is kept for the next one
 LENGTHS = (16000, 9000, 5003, 300, 16001)  # prefilled 2048 at a time, so that short ones decode among chunks of long ones
 ROUNDS = [
     {"prompts": [gpu_model.prompt(seed, length) for seed, length in enumerate(LENGTHS)], "tokens": [40, 40, 60, 90, 33]},
@@ -67,8 +68,8 @@ def run(name: str, settings: object, **args: Any) -> dict[str, Any]:
     return served.result(model(), ROUNDS, out, settings, watch=True, **{**COMMON, "attention_backend": "CUSTOM", **args})
 
 
-def apart(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [line for a, b in zip(one["rounds"], other["rounds"], strict=True) for line in served.differing(a, b, GAP)]
+def apart(one: dict[str, Any], other: dict[str, Any], gap: float = GAP) -> list[str]:
+    return [line for a, b in zip(one["rounds"], other["rounds"], strict=True) for line in served.differing(a, b, gap)]
 
 
 def test_a_budget_of_the_context_is_the_engine_own_attention() -> None:
@@ -83,21 +84,21 @@ def test_min_context_of_the_context_is_the_engine_own_attention() -> None:
 
 def test_decoding_is_replayed_from_full_graphs() -> None:
     assert sparse()["full_graphs"] >= 40  # at least the last round's
-    assert apart(sparse(), dense()) != []  # or the budget changes nothing and the tests here show nothing
+    assert apart(sparse(), dense(), SPARSE_GAP) != []  # or the budget changes nothing and the tests here show nothing
 
 
 def test_graphs_say_what_single_launches_say() -> None:
     single = run("single", {"budget": 1024}, **EAGER)
     assert single["full_graphs"] == 0
-    assert apart(single, sparse()) == []
-    assert apart(eager(), sparse()) == []
+    assert apart(single, sparse(), SPARSE_GAP) == []
+    assert apart(eager(), sparse(), SPARSE_GAP) == []
 
 
 def test_summaries_follow_their_pages() -> None:
     """Of prompts in chunks and of decoded tokens; the kernel's eigenvectors are not torch's to the last bit."""
     single = eager()
     assert single["complete_pages"] > 16000 // 16
-    assert single["summary_error"] < 0.2
+    assert single["summary_error"] < 0.1
     assert single["cache_stride"] == 72192  # 65536 of keys and values, 8 records of 832, to a multiple of 128
 
 
@@ -113,7 +114,7 @@ def test_prefix_cache() -> None:
     roomy = {**COMMON, "attention_backend": "CUSTOM", "enable_prefix_caching": True}
     first = served.result(model(), rounds, model() / "cached.json", {"budget": 1024}, **roomy)
     assert min(first["rounds"][1]["cached"]) >= 3900
-    assert served.differing(first["rounds"][0], first["rounds"][1], GAP) == []
+    assert served.differing(first["rounds"][0], first["rounds"][1], SPARSE_GAP) == []
 
 
 def test_preemption() -> None:
@@ -131,7 +132,7 @@ def test_preemption() -> None:
     assert roomy["rounds"][0]["preemptions"] == 0
     assert tight["rounds"][0]["preemptions"] > 0
     assert served.differing(roomy["rounds"][0], tight["rounds"][0], GAP) == []
-    assert 0 < tight["summary_error"] < 0.2
+    assert tight["complete_pages"] > 1000 and tight["summary_error"] < 0.1
 
 
 @pytest.mark.parametrize(
