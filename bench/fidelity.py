@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,10 @@ def fidelity(
     tasks: Annotated[str | None, typer.Option(help="ruler-like tasks, or all.  [default: those with carriers]")] = None,
     selectors: Annotated[str, typer.Option(help="Names, default or all.")] = "default",
     kvzip: Annotated[bool, typer.Option("--kvzip", help="Let the model repeat its context for KVzip (slow).")] = False,
+    closed_loop: Annotated[
+        bool,
+        typer.Option("--closed-loop", help="Let the model itself decode with each selector, instead of looking at traces."),
+    ] = False,
     theory: Annotated[bool, typer.Option("--theory/--no-theory", help="Check the theory's bounds on the first sample.")] = True,
     haystack: Annotated[str | None, typer.Option(metavar="FILE", help="Text to hide needles in.  [default: Python's]")] = None,
     traces: Annotated[str | None, typer.Option(metavar="DIR", help="Where traces are kept.  [default: user cache]")] = None,
@@ -34,28 +38,36 @@ def fidelity(
     ] = "results",
     json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON; - is stdout.")] = None,
 ) -> None:
-    """Compare what page selectors keep: recall, attention mass, output error, carrier retention, bytes.  Runs on a CPU."""
+    """Compare what page selectors keep: recall, attention mass, output error, carrier retention, bytes; or, closed loop, what
+    the model answers with them.  Runs on a CPU.
+    """
     tokens = arguments.size(ctx, "--ctx")
     budgets = tuple(dict.fromkeys(_budget(part, tokens) for part in budget.split(",")))
     output.check_target(json_to)
 
-    from harness import fidelity_run, prompts
+    from harness import closed_loop_run, fidelity_run, prompts
+    from reports import closed_loop as loop_report
     from reports.fidelity import report, rows, theory_lines
 
+    defaults: Any = closed_loop_run if closed_loop else fidelity_run
     plan = fidelity_run.Plan(
         model=None if model_path else model,
         path=Path(model_path) if model_path else None,
         ctx=tokens,
         samples=samples,
         seed=seed,
-        tasks=tuple(prompts.tasks(arguments.names(tasks))) if tasks else fidelity_run.DEFAULT_TASKS,
-        selectors=fidelity_run.selectors(arguments.names(selectors)),
+        tasks=tuple(prompts.tasks(arguments.names(tasks))) if tasks else defaults.DEFAULT_TASKS,
+        selectors=fidelity_run.selectors(arguments.names(selectors), defaults.DEFAULT),
         budgets=budgets,
         haystack=Path(haystack) if haystack else None,
         kvzip=kvzip,
         traces=Path(traces) if traces else None,
         command=shlex.join(["locks-bench", *sys.argv[1:]]),
     )
+    if closed_loop:
+        answered = loop_report.rows(closed_loop_run.run(plan, closed_loop_run.LoopStore(Path(store), output.say), output.say))
+        output.show({"rows": answered}, loop_report.report(answered), json_to)
+        return
     records = fidelity_run.run(plan, fidelity_run.FidelityStore(Path(store), output.say), output.say)
     table = rows(records)
     promises = fidelity_run.promises(plan) if theory else None

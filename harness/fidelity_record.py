@@ -1,4 +1,6 @@
-"""What a selector kept of a trace, as plain data: one record per (trace, selector, budget).  Imports nothing heavy."""
+"""What a selector kept of a trace, and what a model said with it, as plain data: a record per (trace, selector, budget).
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from harness.record import Outcome
 
 SCHEMA = 1
 FILE = "fidelity.ndjson"  # beside records.jsonl, whose readers do not look at it
+LOOP_FILE = "closed_loop.ndjson"
 DENOMINATORS = ("all", "oracle", "retrieval")
 
 
@@ -61,11 +64,57 @@ class FidelityRecord:
         return record
 
 
-def source_hash() -> str:
-    """Hash of the code that decides what a record says: it changes, and records are made again."""
+@dataclass
+class LoopRecord:
+    """One line of a store: one prompt that the model answered with a selector in the place of full attention.
+
+    answers           how many there are; `found` of them are in the text, `full_found` in what full attention says
+    text, full_text   what was generated, without the given beginning
+    steps             tokens generated after the first; `agreed` of them have full attention's likeliest token, given its tokens
+    first_difference  index of the first token that differs from full attention's; None if none does
+    kl                sum over the steps of KL(full attention || selector), nats
+    active            as in FidelityRecord
+    """
+
+    key: str
+    time: str
+    command: str
+    trace: dict[str, Any]
+    selector: str
+    declaration: dict[str, Any]
+    budget: int
+    outcome: Outcome
+    reason: str | None = None
+    answers: int | None = None
+    found: int | None = None
+    full_found: int | None = None
+    text: str | None = None
+    full_text: str | None = None
+    steps: int | None = None
+    agreed: int | None = None
+    first_difference: int | None = None
+    kl: float | None = None
+    active: bool | None = None
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LoopRecord:
+        """As FidelityRecord.from_dict."""
+        known = {f.name for f in fields(cls)}
+        record = cls(**{name: value for name, value in data.items() if name in known})
+        record.outcome = Outcome(record.outcome)
+        return record
+
+
+def source_hash(*more: str) -> str:
+    """Hash of the code that decides what a record says: it changes, and records are made again.  more: files of harness/."""
     root = Path(__file__).resolve().parents[1]
     files = [*sorted((root / "locks_kernels" / "selectors").glob("*.py")), root / "locks_kernels" / "selector_cost.py"]
     files += [root / "locks_kernels" / "reference.py", root / "harness" / "fidelity.py"]
+    files += [root / "harness" / name for name in more]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -68,13 +68,13 @@ class Plan:
     command: str
 
 
-def selectors(wanted: Sequence[str]) -> tuple[str, ...]:
+def selectors(wanted: Sequence[str], default: Sequence[str] = DEFAULT) -> tuple[str, ...]:
     """Names of "default", "all" or given ones; UserError with the nearest name for an unknown one."""
     chosen: list[str] = []
     for name in wanted:
         if name not in ("default", "all") and name not in SELECTORS:
             raise UserError(f"unknown selector {name!r}; {nearest(name, SELECTORS)}")
-        chosen += {"default": list(DEFAULT), "all": list(SELECTORS)}.get(name, [name])
+        chosen += {"default": list(default), "all": list(SELECTORS)}.get(name, [name])
     return tuple(dict.fromkeys(chosen))
 
 
@@ -131,10 +131,7 @@ def _samples(plan: Plan) -> Iterator[tuple[dict[str, Any], Callable[[], Trace]]]
             source = traces_synthetic.source_of(plan.ctx, plan.seed + sample)
             yield source, lambda source=source: traces_synthetic.generate(source)  # type: ignore[misc]
         return
-    model = trace_model.load(plan.model, plan.path)
-    if model.window is not None and plan.ctx > model.window:
-        raise UserError(f"{model.name} was made for {model.window} tokens; use a --ctx of at most that")
-    haystack = Haystack.builtin() if plan.haystack is None else Haystack.file(plan.haystack)
+    model, haystack = loaded(plan)
     axes: list[Any] = []
 
     def basis() -> Any:
@@ -142,17 +139,30 @@ def _samples(plan: Plan) -> Iterator[tuple[dict[str, Any], Callable[[], Trace]]]
             axes.append(trace_capture.calibrate(model, haystack))
         return axes[0]
 
-    for sample in range(plan.samples):
-        task = plan.tasks[sample % len(plan.tasks)]
-        prompt = prompts.fill(
-            task, plan.seed + sample, haystack, lambda prompt: len(trace_capture.tokenise(model, prompt).ids) <= plan.ctx
-        )
+    for prompt in prompts_of(plan, model, haystack):
         source = trace_capture.source_of(model, prompt, plan.ctx, haystack, plan.kvzip)
 
         def make(prompt: prompts.Prompt = prompt, source: dict[str, Any] = source) -> Trace:
             return cache.get(source, lambda: trace_capture.capture(model, prompt, source, basis()))
 
         yield source, make
+
+
+def loaded(plan: Plan) -> tuple[trace_model.TraceModel, Haystack]:
+    """The plan's model and haystack; UserError if the context is more than the model was made for."""
+    model = trace_model.load(plan.model, plan.path)
+    if model.window is not None and plan.ctx > model.window:
+        raise UserError(f"{model.name} was made for {model.window} tokens; use a --ctx of at most that")
+    return model, Haystack.builtin() if plan.haystack is None else Haystack.file(plan.haystack)
+
+
+def prompts_of(plan: Plan, model: trace_model.TraceModel, haystack: Haystack) -> Iterator[prompts.Prompt]:
+    """A prompt per sample, as long as the context allows; the tasks take turns."""
+    for sample in range(plan.samples):
+        task = plan.tasks[sample % len(plan.tasks)]
+        yield prompts.fill(
+            task, plan.seed + sample, haystack, lambda prompt: len(trace_capture.tokenise(model, prompt).ids) <= plan.ctx
+        )
 
 
 def _facts(trace: Trace) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class Tokens:
     """A prompt with its answer as tokens.
 
     steps  (position, answer): the token at `position` is fed, and the next one belongs to the answer
+    first  the first token behind the answer's given beginning
     """
 
     ids: list[int]
@@ -34,6 +35,7 @@ class Tokens:
     system: int
     carriers: list[list[int]]
     steps: list[tuple[int, int]]
+    first: int
 
 
 def tokenise(model: TraceModel, prompt: Prompt) -> Tokens:
@@ -61,7 +63,8 @@ def tokenise(model: TraceModel, prompt: Prompt) -> Tokens:
         at += len(answer) + len(", ")
     if len(steps) > MOST_STEPS:
         steps = [steps[i * (len(steps) - 1) // (MOST_STEPS - 1)] for i in range(MOST_STEPS)]
-    return Tokens(asked["input_ids"] + answered["input_ids"], count, context, system, carriers, steps)
+    begin = count + _covering(answered["offset_mapping"], len(prompt.opening), len(prompt.opening) + 1)[0]
+    return Tokens(asked["input_ids"] + answered["input_ids"], count, context, system, carriers, steps, begin)
 
 
 def source_of(model: TraceModel, prompt: Prompt, tokens: int, haystack: Haystack, kvzip: bool) -> dict[str, Any]:
@@ -106,10 +109,8 @@ def capture(model: TraceModel, prompt: Prompt, source: dict[str, Any], shared_ba
     said = result.logits[0].argmax(-1)  # of the last prompt token and of the answer's
     wanted = [(position, tokens.ids[position + 1]) for position, _ in tokens.steps]
     agrees = sum(int(said[position - tokens.prompt + 1]) == token for position, token in wanted) / len(wanted)
-    importance = _importance(model, tokens, result.past_key_values) if source["kvzip"] else None
-    cos, sin = (part[0].float() for part in turns[0])
-    if model.interleaved:
-        cos, sin = (part[:, : part.shape[1] // 2].repeat_interleave(2, -1) for part in (cos, sin))
+    importance = importances(model, tokens, result.past_key_values) if source["kvzip"] else None
+    cos, sin = rotation(model, turns[0])
 
     def stacked(parts: dict[int, torch.Tensor]) -> torch.Tensor:
         return torch.stack([parts[index] for index in sorted(parts)])
@@ -135,6 +136,14 @@ def capture(model: TraceModel, prompt: Prompt, source: dict[str, Any], shared_ba
     )
 
 
+def rotation(model: TraceModel, turn: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin fp32 [N, width] from what the model's rotary embedding returned, in the layout of its family."""
+    cos, sin = (part[0].float() for part in turn)
+    if model.interleaved:
+        cos, sin = (part[:, : part.shape[1] // 2].repeat_interleave(2, -1) for part in (cos, sin))
+    return cos, sin
+
+
 @torch.no_grad()
 def calibrate(model: TraceModel, haystack: Haystack) -> torch.Tensor:
     """Principal axes of the keys of the haystack's calibration part, fp32 [layers, H, D, D]."""
@@ -147,7 +156,7 @@ def calibrate(model: TraceModel, haystack: Haystack) -> torch.Tensor:
     return torch.stack([axes[index] for index in sorted(axes)])
 
 
-def _importance(model: TraceModel, tokens: Tokens, cache: Any) -> torch.Tensor:
+def importances(model: TraceModel, tokens: Tokens, cache: Any) -> torch.Tensor:
     """KVzip's score [layers, H, N]: the largest attention that a token of the context gets while the model repeats it.
 
     Every chunk of the context is repeated behind all of it; a query's softmax is over the system part, the chunk and the

