@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench import output
+from bench.request import LEVELS
 from bench.suite import load_suite
 from bench.suite import names as suite_names
 from harness import backends, presets
@@ -66,7 +67,7 @@ def model_rows() -> list[dict[str, Any]]:
             "hidden": model.hidden,
             "mlp": model.mlp,
             "vocabulary": model.vocabulary,
-            "levels": [level for level in ("attention", "token") if level not in dict(model.unsupported)],
+            "levels": [level for level in LEVELS if level not in dict(model.unsupported)],
         }
         for model in presets.models().values()
     ]

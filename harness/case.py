@@ -7,7 +7,7 @@ from typing import Literal
 
 from locks_kernels.shapes import DecodeShape, SelectOptions, ShapeError
 
-Level = Literal["attention", "token"]
+Level = Literal["attention", "token", "engine"]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from harness.backend import UnsupportedWorkload
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,6 +39,8 @@ def level_launch(case: Case, workload: Workload, backend: Backend, launches: Seq
     """The launch of the case's level, from the launches that `backend.prepare` gave for each copy of the workload."""
     if case.level == "attention":
         return attention_launch(launches)
+    if case.level == "engine":
+        raise UnsupportedWorkload("level engine is a whole vLLM; measure it with `locks-bench latency --level engine`")
     from harness.token_level import token_launch
 
     return token_launch(case, workload, backend, launches)

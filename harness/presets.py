@@ -39,7 +39,8 @@ def find_model(text: str) -> Model:
             raise UserError(f"model {text} has no layers; use at least 1")
         no_weights = f"{text} is a shape without weights; use --level attention, or a preset of `locks-bench list`"
         hidden = query_heads * head_dim
-        return Model(text, layers, query_heads, kv_heads, head_dim, hidden, 0, 0, unsupported=(("token", no_weights),))
+        nothing = tuple((level, no_weights) for level in ("token", "engine"))
+        return Model(text, layers, query_heads, kv_heads, head_dim, hidden, 0, 0, unsupported=nothing)
     if text in models():
         return models()[text]
     raise UserError(f"unknown model {text!r}; {nearest(text, models(), 'a shape such as 32x8x128')}")

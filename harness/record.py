@@ -37,6 +37,7 @@ class Record:
     rounds_ns     one list per round of samples, ns per step of the level (one layer, or one token); time order
     eager_ns      the same without a graph
     plan_ns       host time of the library's planning call, once per step, outside `rounds_ns`
+    ttft_ns       time to the first token of a sequence in an idle engine; level engine only
     stages_ns     ns samples of what each stage adds to the step, measured after the headline
     bytes         analytic bytes per step by part (cost.py); for level token also "weights"
     stage_bytes   the bytes of one layer by the stage that moves them, where `stages_ns` is there
@@ -66,6 +67,7 @@ class Record:
     rounds_ns: list[list[float]] | None = None
     eager_ns: list[float] | None = None
     plan_ns: list[float] | None = None
+    ttft_ns: list[float] | None = None
     stages_ns: dict[str, list[float]] | None = None
     stop_reason: str | None = None
     bytes: dict[str, int] | None = None

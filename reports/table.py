@@ -65,6 +65,8 @@ def latency_report(rows: Iterable[Row]) -> RenderableType:
     parts: list[RenderableType] = [_latency_table(rows)]
     if any(row["stages_us"] for row in rows):
         parts.append(_stage_table(rows))
+    if engine := [row for row in rows if row["level"] == "engine" and row["kv_capacity_tokens"]]:
+        parts.append(_engine_table(engine))
     parts += [Text(line) for line in _notes(rows)]
     return Group(*parts)
 
@@ -77,6 +79,29 @@ def _latency_table(rows: list[Row]) -> Table:
         if before and _cell(before) != _cell(row):
             table.add_section()
         table.add_row(*(escape(cell(row)) for _, cell, _ in COLUMNS), style=None if row["outcome"] == "OK" else "yellow")
+    return table
+
+
+def _engine_table(rows: list[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="Inside the engine (latency is the time per output token)")
+    for heading in ("ctx", "batch", "backend", "TPOT ms", "TTFT ms", "tok/s", "cache tokens", "KB a token", "vs stock cache"):
+        table.add_column(heading, justify="left" if heading == "backend" else "right", no_wrap=True)
+    for row in rows:
+        kv = row["kv"] or {}
+        capacity, size, stock = (kv.get(name) for name in ("capacity_tokens", "bytes_per_token", "stock_bytes_per_token"))
+        milliseconds = [number(row[name] / 1e3) if row[name] else ABSENT for name in ("latency_us", "ttft_us")]
+        memory = [f"{capacity:,}" if capacity else ABSENT, number(size / 1024) if size else ABSENT]
+        more = f"{size / stock - 1:+.1%}" if size and stock else ABSENT
+        cells = (
+            short_size(row["ctx"]),
+            str(row["batch"]),
+            _backend(row),
+            *milliseconds,
+            number(row["tokens_per_s"]),
+            *memory,
+            more,
+        )
+        table.add_row(*map(escape, cells))
     return table
 
 
