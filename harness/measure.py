@@ -184,14 +184,12 @@ class _CaseRun:
             self._settle(name, error, "before timing")
 
     def _rounds(self, meters: CaseMeters) -> None:
-        """Rounds until every backend has a reason to stop; the others go on with it, so that rounds pair, unless they have
-        spent their time.
-        """
+        """Rounds until every backend has a reason to stop; for a while the others go on with it, so that rounds pair."""
         rule, shuffle, before = self.bench.rule, random.Random(self.case.seed), None
         for number in itertools.count():
             if all(contestant.stop_reason for contestant in self.running.values()):
                 return
-            for name in _order([name for name, one in self.running.items() if not self._spent(one)], number, shuffle):
+            for name in _order([name for name, one in self.running.items() if not self._left(one)], number, shuffle):
                 self.on_backend(name)
                 try:
                     self.running[name].round(rule, self.bench.clock_s, disturbed=name != before)
@@ -201,8 +199,8 @@ class _CaseRun:
                     self._settle(name, error, "while it was timed")
                 before = name
 
-    def _spent(self, contestant: Contestant) -> bool:
-        return contestant.stop_reason is not None and self.bench.rule.exhausted(contestant.spent_s)
+    def _left(self, contestant: Contestant) -> bool:
+        return contestant.stop_reason is not None and self.bench.rule.leaves(len(contestant.rounds), contestant.spent_s)
 
     def _settle(self, name: str, error: Exception, when: str) -> None:
         fail(self.records[name], error, when)

@@ -22,6 +22,7 @@ class StoppingRule:
     half_width    of the bootstrap interval of the median over rounds, relative
     rounds        least number of them
     timed_s       least time spent in timed launches
+    paired_rounds up to which a backend that could stop goes on beside others that cannot, so that rounds pair
     limit_s       most time spent on rounds, whatever the interval
     round_s       timed launches of one round aim at this
     settle_s      untimed launches before those of a round, where another backend ran last: what that one drew from the power
@@ -33,6 +34,7 @@ class StoppingRule:
 
     half_width: float = 0.005
     rounds: int = 10
+    paired_rounds: int = 20
     timed_s: float = 0.5
     limit_s: float = 15.0
     round_s: float = 0.05
@@ -52,8 +54,12 @@ class StoppingRule:
         return None
 
     def exhausted(self, spent_s: float) -> bool:
-        """Whether a backend that has spent so long on rounds leaves the others to go on without it."""
+        """Whether a backend that has spent so long on rounds has had its time."""
         return spent_s >= self.limit_s
+
+    def leaves(self, rounds: int, spent_s: float) -> bool:
+        """Whether a backend with a reason to stop leaves the others to themselves."""
+        return rounds >= self.paired_rounds or self.exhausted(spent_s)
 
     def samples(self, sample_s: float) -> int:
         """Samples of one round for a backend whose sample takes `sample_s`; finite whatever a timer says."""

@@ -41,7 +41,7 @@ class Card:
         self.turns: list[str] = []
 
     def sample(self, name: str, base_ns: float) -> float:
-        taken = base_ns * (1 + self.slow) * self.noise.gauss(1.0, 0.001)
+        taken = base_ns * (1 + self.slow) * self.noise.gauss(1.0, 0.2 if name == "noisy" else 0.001)
         self.seconds += taken * LAUNCHES * 1e-9
         self.slow = 0.1 if name == "hot" else self.slow * math.exp(-taken * LAUNCHES * 1e-9 / 0.03)
         return taken
@@ -86,8 +86,8 @@ def test_a_backend_settles_before_it_is_timed_after_a_hot_one() -> None:
         assert median_interval(rounds)[0] == pytest.approx(times[name] * MS, rel=0.004)
         assert max(map(min, rounds)) < times[name] * MS * 1.01, "no round is slow from beginning to end"
         assert max(map(min, carried[name].rounds_ns or [])) > times[name] * MS * 1.02
-    assert len(carried["a"].rounds_ns or []) > 5 * len(settled["a"].rounds_ns or [])
-    assert card.seconds < card_before.seconds / 2, "settling costs less than the rounds that it saves"
+    assert len(carried["a"].rounds_ns or []) > 2 * len(settled["a"].rounds_ns or [])
+    assert card.seconds < card_before.seconds, "settling costs less than the rounds that it saves"
 
 
 def test_a_backend_that_follows_itself_has_nothing_to_settle() -> None:
@@ -153,11 +153,20 @@ def test_a_slow_backend_that_spent_its_time_does_not_run_on_with_the_others() ->
         assert reason.startswith("limit") and f"after {len(rounds)} rounds" in reason and "inf" not in reason
 
 
+def test_a_noisy_backend_has_the_others_beside_it_for_a_while_only() -> None:
+    rule = replace(StoppingRule(), settle_s=0.0)
+    records, _ = on_card({"quick": 1.0, "noisy": 50.0}, rule)
+    quick, noisy = (records[name].rounds_ns or [] for name in ("quick", "noisy"))
+    assert len(quick) == rule.paired_rounds < len(noisy)
+    assert (records["quick"].stop_reason or "").startswith("interval")
+    assert (records["noisy"].stop_reason or "").startswith("limit: 15")
+
+
 def test_the_reason_to_stop_speaks_of_all_rounds() -> None:
     records, _ = on_card({"hot": 1.0, "a": 1.0, "b": 3.0}, replace(StoppingRule(), settle_s=0.0))
-    counts = {len(record.rounds_ns or []) for record in records.values()}
-    assert len(counts) == 1
-    assert f"after {counts.pop()} rounds" in (records["hot"].stop_reason or "")
+    for record in records.values():
+        assert f"after {len(record.rounds_ns or [])} rounds" in (record.stop_reason or "")
+    assert len(records["hot"].rounds_ns or []) > 10, "it went on beside the others"
 
 
 def test_whose_turn_it_is_is_told_before_every_round() -> None:
