@@ -78,8 +78,8 @@ def on_card(times_ms: dict[str, float], rule: StoppingRule) -> tuple[dict[str, R
 
 def test_a_backend_settles_before_it_is_timed_after_a_hot_one() -> None:
     times = {"hot": 0.5, "a": 1.0, "b": 2.0}
-    settled, card = on_card(times, StoppingRule())
-    carried, card_before = on_card(times, replace(StoppingRule(), settle_s=0.0))
+    settled, _ = on_card(times, StoppingRule())
+    carried, _ = on_card(times, replace(StoppingRule(), settle_s=0.0))
     for name in ("a", "b"):
         rounds = settled[name].rounds_ns or []
         assert len(rounds) <= 20
@@ -87,7 +87,6 @@ def test_a_backend_settles_before_it_is_timed_after_a_hot_one() -> None:
         assert max(map(min, rounds)) < times[name] * MS * 1.01, "no round is slow from beginning to end"
         assert max(map(min, carried[name].rounds_ns or [])) > times[name] * MS * 1.02
     assert len(carried["a"].rounds_ns or []) > 2 * len(settled["a"].rounds_ns or [])
-    assert card.seconds < card_before.seconds, "settling costs less than the rounds that it saves"
 
 
 def test_a_backend_that_follows_itself_has_nothing_to_settle() -> None:
