@@ -13,7 +13,7 @@ import typer
 from bench import arguments, output
 from harness.errors import UserError
 
-LEAST_PAGES, PAGE = 3, 16
+PAGE = 16
 
 
 def fidelity(
@@ -21,6 +21,7 @@ def fidelity(
     model_path: Annotated[str | None, typer.Option(metavar="DIR", help="A Hugging Face model folder instead.")] = None,
     ctx: Annotated[str, typer.Option(help="Tokens of a sample, prompt and answer, such as 4K.")] = "4K",
     budget: Annotated[str, typer.Option(help="Tokens attended, or shares of the context: 512,1%.")] = "512",
+    sink_pages: Annotated[int, typer.Option(min=0, max=16, help="First pages kept without looking, inside the budget.")] = 1,
     samples: Annotated[int, typer.Option(min=1, help="Samples; the tasks take turns.")] = 4,
     tasks: Annotated[str | None, typer.Option(help="ruler-like tasks, or all.  [default: those with carriers]")] = None,
     selectors: Annotated[str, typer.Option(help="Names, default or all.")] = "default",
@@ -42,7 +43,7 @@ def fidelity(
     the model answers with them.  Runs on a CPU.
     """
     tokens = arguments.size(ctx, "--ctx")
-    budgets = tuple(dict.fromkeys(_budget(part, tokens) for part in budget.split(",")))
+    budgets = tuple(dict.fromkeys(_budget(part, tokens, sink_pages + 2) for part in budget.split(",")))
     output.check_target(json_to)
 
     from harness import closed_loop_run, fidelity_run, prompts
@@ -63,6 +64,7 @@ def fidelity(
         kvzip=kvzip,
         traces=Path(traces) if traces else None,
         command=shlex.join(["locks-bench", *sys.argv[1:]]),
+        sink_pages=sink_pages,
     )
     if closed_loop:
         answered = loop_report.rows(closed_loop_run.run(plan, closed_loop_run.LoopStore(Path(store), output.say), output.say))
@@ -74,13 +76,13 @@ def fidelity(
     output.show({"rows": table, "theory": promises}, report(table, theory_lines(promises)), json_to)
 
 
-def _budget(text: str, tokens: int) -> int:
-    """Tokens of a budget, whole pages of PAGE; a share of the context with a percent sign."""
+def _budget(text: str, tokens: int, least: int) -> int:
+    """Tokens of a budget, whole pages of PAGE and at least `least`; a share of the context with a percent sign."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
     wanted = round(tokens * float(match[1]) / 100) if match else arguments.size(text, "--budget")
-    if wanted < LEAST_PAGES * PAGE:
+    if wanted < least * PAGE:
         raise UserError(
-            f"--budget {text.strip()} is {wanted} tokens at a context of {tokens}; at least {LEAST_PAGES * PAGE} are needed "
+            f"--budget {text.strip()} is {wanted} tokens at a context of {tokens}; at least {least * PAGE} are needed "
             "for sink, recent and one ranked page"
         )
     return wanted // PAGE * PAGE

@@ -44,7 +44,7 @@ def run(plan: Plan, store: Store, say: Say) -> list[LoopRecord]:
     for number, prompt in enumerate(prompts_of(plan, model, haystack), start=1):
         source = trace_capture.source_of(model, prompt, plan.ctx, haystack, plan.kvzip)
         cells = [(name, budget) for name in plan.selectors for budget in plan.budgets]
-        keys = {cell: record_key(key_of(source), *cell, code) for cell in cells}
+        keys = {cell: record_key(key_of(source), *cell, plan.sink_pages, code) for cell in cells}
         known = {cell: store.find(keys[cell]) for cell in cells}
         missing = [cell for cell in cells if known[cell] is None]
         if missing:
@@ -77,16 +77,16 @@ def _answers(
             selector=name,
             declaration=asdict(SELECTORS[name].declaration),
             budget=budget,
+            sink_pages=plan.sink_pages,
             outcome=Outcome.SKIPPED if reason else Outcome.OK,
             reason=reason,
         )
         if not reason:
-            _fill(record, prompt, start, full)
+            _fill(record, prompt, start, full, plan.options(budget))
         yield record
 
 
-def _fill(record: LoopRecord, prompt: Prompt, start: Start, full: Course) -> None:
-    options = SelectOptions(budget_tokens=record.budget)
+def _fill(record: LoopRecord, prompt: Prompt, start: Start, full: Course, options: SelectOptions) -> None:
     found = closed_loop.diverge(start, SELECTORS[record.selector], options, full)
     record.text, record.full_text = (closed_loop.said(start, course.tokens) for course in (found.course, full))
     record.answers = len(prompt.answers)

@@ -25,6 +25,7 @@ class FidelityRecord:
     trace        what it is (model, task, seed, context, haystack) and what it is like (tokens, agreement, spectral energy)
     declaration  granularity, forced tokens, dense layers, whether the question was visible
     budget       tokens asked for, sink and recent pages among them where the method counts them
+    sink_pages   first pages that page selectors keep without looking
     mass         attention mass inside the table; `oracle_mass` that of the exact ranking at the same budget
     error        ||o_T - o|| / ||o|| of the attention output
     recall       share of the oracle's ranked tokens that the table holds
@@ -50,6 +51,7 @@ class FidelityRecord:
     attended: float | None = None
     bytes: dict[str, float] | None = None
     active: bool | None = None
+    sink_pages: int = 1
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -73,7 +75,7 @@ class LoopRecord:
     steps             tokens generated after the first; `agreed` of them have full attention's likeliest token, given its tokens
     first_difference  index of the first token that differs from full attention's; None if none does
     kl                sum over the steps of KL(full attention || selector), nats
-    active            as in FidelityRecord
+    active, sink_pages  as in FidelityRecord
     """
 
     key: str
@@ -95,6 +97,7 @@ class LoopRecord:
     first_difference: int | None = None
     kl: float | None = None
     active: bool | None = None
+    sink_pages: int = 1
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -118,5 +121,5 @@ def source_hash(*more: str) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def record_key(trace: str, selector: str, budget: int, code: str) -> str:
-    return hashlib.sha256(json.dumps([trace, selector, budget, code, SCHEMA]).encode()).hexdigest()[:24]
+def record_key(trace: str, selector: str, budget: int, sink_pages: int, code: str) -> str:
+    return hashlib.sha256(json.dumps([trace, selector, budget, sink_pages, code, SCHEMA]).encode()).hexdigest()[:24]

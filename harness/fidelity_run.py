@@ -35,6 +35,7 @@ DEFAULT = (
         "loki-page-r8",
         "loki-page-int8",
         "shared-svd-r8",
+        "shared-svd-r8-centred",
     ),
     *("shared-svd-int4", "shadowkv", "shadowkv-landmarks", "rocketkv", "rocketkv-second-stage"),
     *("sliding-window", "random-pages"),
@@ -66,6 +67,10 @@ class Plan:
     kvzip: bool
     traces: Path | None
     command: str
+    sink_pages: int = 1
+
+    def options(self, budget: int) -> SelectOptions:
+        return SelectOptions(budget_tokens=budget, sink_pages=self.sink_pages)
 
 
 def selectors(wanted: Sequence[str], default: Sequence[str] = DEFAULT) -> tuple[str, ...]:
@@ -83,7 +88,8 @@ def run(plan: Plan, store: Store, say: Say) -> list[FidelityRecord]:
     code, records = source_hash(), []
     for number, (source, make) in enumerate(_samples(plan), start=1):
         trace_key = key_of(source)
-        keys = {(name, budget): record_key(trace_key, name, budget, code) for name in plan.selectors for budget in plan.budgets}
+        cells = [(name, budget) for name in plan.selectors for budget in plan.budgets]
+        keys = {cell: record_key(trace_key, *cell, plan.sink_pages, code) for cell in cells}
         known = {cell: store.find(key) for cell, key in keys.items()}
         if any(record is None for record in known.values()):
             say(f"sample {number} of {plan.samples}: {source['task']}, {source['ctx']} tokens")
@@ -101,7 +107,7 @@ def promises(plan: Plan) -> dict[str, Any]:
     """The theory's promises on the first sample, at the first budget."""
     source, make = next(_samples(plan))
     trace = make()
-    options = SelectOptions(budget_tokens=plan.budgets[0])
+    options = plan.options(plan.budgets[0])
     middle = trace.layers // 2
     with one_thread():
         return {
@@ -181,7 +187,7 @@ def _measured(
     plan: Plan, trace: Trace, facts: dict[str, Any], names: Sequence[str], keys: dict[tuple[str, int], str]
 ) -> Iterator[FidelityRecord]:
     reasons = {name: SELECTORS[name].missing(trace.layer(0)) for name in names}
-    options = [SelectOptions(budget_tokens=budget) for budget in plan.budgets]
+    options = [plan.options(budget) for budget in plan.budgets]
     found = measure(trace, [SELECTORS[name] for name in names if reasons[name] is None], options)
     for name in names:
         for budget in plan.budgets:
@@ -194,6 +200,7 @@ def _measured(
                 selector=name,
                 declaration=asdict(SELECTORS[name].declaration),
                 budget=budget,
+                sink_pages=plan.sink_pages,
                 outcome=Outcome.SKIPPED if reason else Outcome.OK,
                 reason=reason,
             )

@@ -17,25 +17,26 @@ from rich.text import Text
 
 from harness.fidelity_record import LoopRecord
 from harness.record import Outcome
-from reports.fidelity import Row, number, ratio
+from reports.fidelity import Row, number, ratio, sink_text
 
 
 def rows(records: Iterable[LoopRecord]) -> list[Row]:
     """One row per model, context, budget and selector, in the order in which they were asked for."""
     groups: dict[tuple[Any, ...], list[LoopRecord]] = defaultdict(list)
     for record in records:
-        groups[record.trace["model"], record.trace["ctx"], record.budget, record.selector].append(record)
-    ordered = sorted(groups.items(), key=lambda group: tuple(map(str, group[0][:1])) + group[0][1:3])
+        groups[record.trace["model"], record.trace["ctx"], record.budget, record.sink_pages, record.selector].append(record)
+    ordered = sorted(groups.items(), key=lambda group: tuple(map(str, group[0][:1])) + group[0][1:4])
     return [_row(key, members) for key, members in ordered]
 
 
 def _row(key: tuple[Any, ...], records: Sequence[LoopRecord]) -> Row:
-    model, ctx, budget, selector = key
+    model, ctx, budget, sink_pages, selector = key
     ok = [record for record in records if record.outcome == Outcome.OK]
     row: Row = {
         "model": model,
         "ctx": ctx,
         "budget": budget,
+        "sink_pages": sink_pages,
         "selector": selector,
         "label": records[0].declaration["label"],
         "samples": len(ok),
@@ -75,9 +76,9 @@ def report(table: Sequence[Row]) -> RenderableType:
     parts: list[RenderableType] = []
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in table:
-        groups[row["model"], row["ctx"], row["budget"]].append(row)
-    for (model, ctx, budget), members in groups.items():
-        title = f"{model}, {ctx:,} tokens, budget {budget}: the model decodes with the selector"
+        groups[row["model"], row["ctx"], row["budget"], row["sink_pages"]].append(row)
+    for (model, ctx, budget, sink_pages), members in groups.items():
+        title = f"{model}, {ctx:,} tokens, budget {budget}{sink_text(sink_pages)}: the model decodes with the selector"
         shown = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
         for index, (name, _) in enumerate(COLUMNS):
             shown.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)

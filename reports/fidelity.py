@@ -32,19 +32,20 @@ def rows(records: Iterable[FidelityRecord]) -> list[Row]:
     """One row per model, context, budget and selector, in the order in which they were asked for."""
     groups: dict[tuple[Any, ...], list[FidelityRecord]] = defaultdict(list)
     for record in records:
-        groups[record.trace["model"], record.trace["ctx"], record.budget, record.selector].append(record)
-    ordered = sorted(groups.items(), key=lambda group: tuple(map(str, group[0][:1])) + group[0][1:3])
+        groups[record.trace["model"], record.trace["ctx"], record.budget, record.sink_pages, record.selector].append(record)
+    ordered = sorted(groups.items(), key=lambda group: tuple(map(str, group[0][:1])) + group[0][1:4])
     return [_row(key, members) for key, members in ordered]
 
 
 def _row(key: tuple[Any, ...], records: Sequence[FidelityRecord]) -> Row:
-    model, ctx, budget, selector = key
+    model, ctx, budget, sink_pages, selector = key
     ok = [record for record in records if record.outcome == Outcome.OK]
     first = records[0]
     row: Row = {
         "model": model,
         "ctx": ctx,
         "budget": budget,
+        "sink_pages": sink_pages,
         "selector": selector,
         "label": first.declaration["label"],
         "granularity": first.declaration["granularity"],
@@ -121,9 +122,11 @@ def report(table: Sequence[Row], closing: Sequence[str] = ()) -> RenderableType:
     parts: list[RenderableType] = []
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in table:
-        groups[row["model"], row["ctx"], row["budget"]].append(row)
-    for (model, ctx, budget), members in groups.items():
-        shown = Table(title=f"{model}, {ctx:,} tokens, budget {budget}", box=box.SIMPLE_HEAD, title_justify="left")
+        groups[row["model"], row["ctx"], row["budget"], row["sink_pages"]].append(row)
+    for (model, ctx, budget, sink_pages), members in groups.items():
+        shown = Table(
+            title=f"{model}, {ctx:,} tokens, budget {budget}{sink_text(sink_pages)}", box=box.SIMPLE_HEAD, title_justify="left"
+        )
         for index, (name, _) in enumerate(COLUMNS):
             shown.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
         for row in members:
@@ -133,6 +136,11 @@ def report(table: Sequence[Row], closing: Sequence[str] = ()) -> RenderableType:
                 shown.add_row(row["selector"], row["label"], Text(f"{row['outcome']}: {row['reason']}", overflow="fold"))
         parts += [shown, Text(_note(members))]
     return Group(*parts, *map(Text, closing))
+
+
+def sink_text(sink_pages: int) -> str:
+    """Of a title, where it is not one page as in the paper."""
+    return "" if sink_pages == 1 else f", {sink_pages or 'no'} sink page{'s' if sink_pages > 1 else ''} forced"
 
 
 def theory_lines(promises: dict[str, Any] | None) -> list[str]:

@@ -67,6 +67,7 @@ KVzipPair = _none(
 )
 LokiPage8 = _same("loki-page-r8", "shared-svd-r8", "its axes come from another text")
 LokiPage32 = _same("loki-page-r32", "shared-svd-r32", "its axes come from another text")
+SharedSvd8Centred = _same("shared-svd-r8-centred", "shared-svd-r8", "leaves the mean out, which all pages have in common")
 
 _QUANTISED = (
     "no kernel here reads quantised coefficients in a shared basis; it may read as many bytes a page as `locks` at rank 8, "

@@ -46,6 +46,7 @@ _MAKERS: list[Callable[[], Selector]] = [
     lambda: SharedBasis("global", None, 8),
     lambda: SharedBasis("global", None, 4),
     lambda: SharedBasis("sequence", 8),
+    lambda: SharedBasis("sequence", 8, centred=True),
     lambda: SharedBasis("sequence", 32),
     lambda: SharedBasis("sequence", None, 8),
     lambda: SharedBasis("sequence", None, 4),

@@ -1,7 +1,8 @@
 """Keys in a basis that all pages share: the ablation of where a basis comes from, with LOCKS' score and combination.
 
 loki        principal axes of the keys of another text, per layer and KV head (Loki, Singhania et al. 2024), no mean removed
-shared-svd  leading right singular vectors of this very sequence's keys, found after prefill
+shared-svd  leading right singular vectors of this very sequence's keys, found after prefill; centred: of keys less their mean,
+            which is the same for all pages and so has no say in the choice
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ LOCKS_RANK = 8  # whose bytes the quantised ones may use
 
 
 class SharedBasis(PageSelector):
-    """scope: "global" or "sequence".  rank None: as many as LOCKS' bytes afford at `bits`."""
+    """scope: "global" or "sequence".  rank None: as many as LOCKS' bytes afford at `bits`.  centred: for "sequence" alone."""
 
-    def __init__(self, scope: str, rank: int | None, bits: int = 16) -> None:
-        self.scope, self.rank, self.bits = scope, rank, bits
+    def __init__(self, scope: str, rank: int | None, bits: int = 16, centred: bool = False) -> None:
+        self.scope, self.rank, self.bits, self.centred = scope, rank, bits, centred
         stem = "loki-page" if scope == "global" else "shared-svd"
-        self.name = f"{stem}-r{rank}" if bits == 16 else f"{stem}-int{bits}"
+        self.name = (f"{stem}-r{rank}" if bits == 16 else f"{stem}-int{bits}") + ("-centred" if centred else "")
         self.declaration = Declaration("adapted")
 
     def missing(self, layer: Layer) -> str | None:
@@ -39,18 +40,20 @@ class SharedBasis(PageSelector):
     def summary(self, pages: torch.Tensor, layer: Layer) -> torch.Tensor:
         """Keys after their way through the basis, [H, P, PAGE, D]."""
         heads, _, page_size, head_dim = pages.shape
+        prompt = layer.keys[:, : layer.prompt]
+        mean = prompt.mean(1)[:, None, None] if self.centred else torch.zeros(())
         if self.scope == "global":
             assert layer.shared_basis is not None  # `missing` was asked
             axes = layer.shared_basis
         else:
-            axes = principal_axes(layer.keys[:, : layer.prompt])
+            axes = principal_axes(prompt - mean.squeeze(1) if self.centred else prompt)
         rank = self.rank_of(DecodeShape(heads, heads, head_dim, page_size))
         axes = axes[:, :, :rank]
-        coefficients = torch.einsum("hptd,hdr->hptr", pages, axes)
+        coefficients = torch.einsum("hptd,hdr->hptr", pages - mean, axes)
         if self.bits < 16:
             packed, scale = quantise(coefficients, 2 ** (self.bits - 1) - 1, -1)
             coefficients = packed.float() * scale.float()[..., None]
-        return torch.einsum("hptr,hdr->hptd", coefficients, axes)
+        return torch.einsum("hptr,hdr->hptd", coefficients, axes) + mean
 
     def page_scores(self, steps: Steps, summary: torch.Tensor) -> torch.Tensor:
         return page_mass(steps, summary)
