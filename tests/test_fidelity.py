@@ -20,7 +20,6 @@ from harness.store import load, read
 from harness.traces import Trace, TraceCache
 from harness.traces_synthetic import generate, source_of
 from locks_kernels.selectors import SELECTORS
-from locks_kernels.selectors.locks import Locks
 from locks_kernels.shapes import SelectOptions
 from reports.fidelity import report, rows
 
@@ -67,19 +66,6 @@ def test_oracle_keeps_all_that_it_keeps_and_is_the_best(trace: Trace) -> None:
     order = [found[name].mass for name in ("oracle", "locks-r8", "locks-r2", "quest-group", "shared-svd-r8", "random-pages")]
     assert order == sorted(order, reverse=True)
     assert all(value.active for value in found.values())
-
-
-def test_summaries_of_other_pages_are_as_good_as_none(trace: Trace) -> None:
-    class Shuffled(Locks):
-        def summary(self, pages: torch.Tensor, layer: object) -> torch.Tensor:  # type: ignore[override]
-            order = torch.randperm(pages.shape[1], generator=torch.Generator().manual_seed(0))
-            return super().summary(pages, layer)[:, order]  # type: ignore[arg-type]
-
-    shuffled = Shuffled(8)
-    shuffled.name = "shuffled"
-    found = measure(trace, [shuffled], [BUDGET])["shuffled", 256]
-    exact = kept(trace, "locks-r8", "random-pages")
-    assert found.recall / found.units < 0.25 < 0.9 < exact["locks-r8"].recall / exact["locks-r8"].units
 
 
 def test_published_quest_is_dense_in_two_layers_and_pays_for_it(trace: Trace) -> None:
@@ -159,6 +145,20 @@ def test_command_measures_once_and_shows_one_table(tmp_path: Path, monkeypatch: 
     assert len(stored) == 8 and {record.outcome for record in stored} == {Outcome.OK, Outcome.SKIPPED}
     (tmp_path / "store" / "records.jsonl").touch()
     assert load([tmp_path / "store"]) == [], "readers of measurements leave fidelity alone"
+
+
+def test_a_table_of_everything_is_no_selection_and_the_report_says_so(tmp_path: Path) -> None:
+    data, shown = invoke(tmp_path, "--selectors", "oracle,locks-r4", "--budget", "2K", "--no-theory")
+    assert [row["active"] for row in data["rows"]] == [False, False]
+    assert "so not a selection: oracle, locks-r4" in " ".join(shown.split())
+
+
+def test_sinks_that_are_not_forced_are_another_experiment(tmp_path: Path) -> None:
+    forced, _ = invoke(tmp_path, "--selectors", "sliding-window", "--budget", "64", "--no-theory")
+    free, shown = invoke(tmp_path, "--selectors", "sliding-window", "--budget", "64", "--no-theory", "--sink-pages", "0")
+    assert (forced["rows"][0]["sink_pages"], free["rows"][0]["sink_pages"]) == (1, 0)
+    assert forced["rows"][0]["mass"] != free["rows"][0]["mass"] and "no sink page forced" in shown
+    assert len(read(tmp_path / "store" / "fidelity.ndjson", kind=FidelityRecord)) == 4
 
 
 def test_budgets_as_shares_and_what_cannot_be(tmp_path: Path) -> None:
