@@ -19,6 +19,8 @@ from locks_kernels.cost import kv_bytes
 Row = dict[str, Any]
 TIMED = (Outcome.OK, Outcome.THROTTLED)
 LAUNCH_BOUND = 1.2  # eager over graph: above this the host's launches take longer than the kernels without a graph
+FAIR_SHARE = 0.7  # of the read roof, which a scorer should reach where its bytes alone take FAIR_FLOOR_US or more
+FAIR_FLOOR_US = 25.0
 WARM = ("hot", "warm")  # states in which a kernel may find its data in the L2 cache: never a headline
 
 
@@ -69,6 +71,7 @@ def _row(record: Record) -> Row:
         "speedup_vs_best_dense": None,
         "best_dense": None,
         "flags": [],
+        "warnings": _unfair(stages, _floors(record, stages)),
         "performance_claim": device == "cuda" and record.outcome is Outcome.OK and record.cache_state not in WARM,
         "command": record.command,
         "device": device,
@@ -123,6 +126,17 @@ def _tokens_per_s(case: dict[str, Any], latency_ns: float) -> float:
     """Tokens of the whole batch per second.  At level attention: the ceiling that attention alone sets, all layers."""
     layers = case["model"]["layers"] if case["level"] == "attention" else 1
     return case["batch"] * 1e9 / (layers * latency_ns)
+
+
+def _unfair(stages: dict[str, float], floors: dict[str, float]) -> list[str]:
+    """A long scan that is far from the read roof: the method could do better than its kernel here."""
+    spent, floor = stages.get("score"), floors.get("score", 0.0)
+    if spent is None or floor < FAIR_FLOOR_US or floor >= FAIR_SHARE * spent:
+        return []
+    return [
+        f"its scorer runs at {floor / spent:.0%} of the read roof: with a better kernel the step could take up to "
+        f"{spent - floor:.0f} us less"
+    ]
 
 
 def _floors(record: Record, stages: dict[str, float]) -> dict[str, float]:

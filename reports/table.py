@@ -121,6 +121,7 @@ def _stage_table(rows: list[Row]) -> Table:
 def _notes(rows: list[Row]) -> list[str]:
     lines = [f"{_where(row)}: {row['outcome']}: {row['reason'] or 'no reason given'}" for row in rows if row["outcome"] != "OK"]
     lines += [f"! {_where(row)}: {flag}" for row in rows for flag in row["flags"]]
+    lines += [f"fairness: {_where(row)}: {warning}" for row in rows for warning in row["warnings"]]
     bound = [f"{_where(row)} ({row['eager_us'] / row['latency_us']:.1f} x)" for row in rows if row["launch_bound"]]
     if bound:
         lines.append(f"Launch-bound without a graph: {', '.join(bound)}")

@@ -114,6 +114,19 @@ def test_speedup_above_the_byte_ratio_is_flagged() -> None:
     assert "!" in rendered(table) and "above the byte ratio" in rendered(table)
 
 
+@pytest.mark.parametrize(
+    ("score_us", "score_bytes", "warned"),
+    [(50.0, 160e6, False), (50.0, 150e6, True), (5.0, 1e6, False)],  # 73 and 68 % of a roof of 4.4 TB/s; latency, not bytes
+)
+def test_a_scorer_far_from_the_roof_is_called_unfair(score_us: float, score_bytes: float, warned: bool) -> None:
+    stages = {"stages_ns": {"score": [score_us * 1e3]}, "stage_bytes": {"score": int(score_bytes)}, "read_roof_tbps": 4.4}
+    table = rows([measured(case(), "fa3", 983.0), measured(case(), "quest-group", 200.0, **stages)])
+    assert [bool(row["warnings"]) for row in table] == [False, warned]
+    assert ("fairness: llama-3.1-8b attention" in rendered(table)) == warned
+    if warned:
+        assert "68% of the read roof" in table[1]["warnings"][0] and "up to 16 us less" in table[1]["warnings"][0]
+
+
 @pytest.mark.parametrize("ctx", [2048, 4096, 1 << 20])
 def test_bytes_by_stage_are_the_bytes_by_part(ctx: int) -> None:
     of = case(ctx=ctx, batch=3)
