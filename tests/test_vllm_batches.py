@@ -5,6 +5,7 @@ The truth for a row is the engine's dense attention where the budget covers it, 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import weakref
@@ -254,6 +255,8 @@ def test_layers_that_cannot_be_served(world: Any, capsys: pytest.CaptureFixture[
         gpu.LocksBackend.customize_spec(large)
     window = fake_vllm.SlidingWindowSpec(block_size=1, num_kv_heads=H, head_size=D, dtype=torch.bfloat16, sliding_window=128)
     assert gpu.LocksBackend.customize_spec(window) is window
+    fp8 = fake_vllm.FullAttentionSpec(block_size=PAGE, num_kv_heads=H, head_size=D, dtype=torch.uint8)
+    assert gpu.LocksBackend.customize_spec(fp8) is fp8
     tolerant = world({"unsupported": "dense"}, speculative_config=object())
     assert "LOCKS does not support speculative decoding" in capsys.readouterr().out
     assert tolerant.builder.served == {}
@@ -261,6 +264,20 @@ def test_layers_that_cannot_be_served(world: Any, capsys: pytest.CaptureFixture[
     prefilled(tolerant)
     out, at = tolerant.step([(LONG, 190, 1)])
     torch.testing.assert_close(out[0], tolerant.dense(tolerant.layers[0], at, 0))
+
+
+def test_groups_that_cannot_be_served(world: Any) -> None:
+    w = world()
+    w.layers[1].impl.num_heads = 8
+    with pytest.raises(limits.RefusedError, match="layers of 4 and 8 query heads in one group"):
+        type(w.builder)(w.spec, list(w.modules), w.config, torch.device("cpu"))
+    w.layers[1].impl.num_heads = HQ
+    half = dataclasses.replace(w.spec, dtype=torch.float16)
+    with pytest.raises(limits.RefusedError, match=r"a cache of .*float16 under a model of .*bfloat16"):
+        type(w.builder)(half, list(w.modules), w.config, torch.device("cpu"))
+    crowded = dataclasses.replace(w.spec, page_size_padded=w.spec.unpadded_page_size_bytes + 128)
+    with pytest.raises(limits.RefusedError, match="share their pages"):
+        type(w.builder)(crowded, list(w.modules), w.config, torch.device("cpu"))
 
 
 def test_settings_that_do_not_fit_the_model(world: Any) -> None:

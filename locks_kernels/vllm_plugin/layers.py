@@ -43,6 +43,7 @@ def pad(spec: Any, sizes: tuple[int, ...] = PAGE_SIZES) -> Any:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     plain = type(spec) is FullAttentionSpec and spec.sliding_window is None and spec.head_size == spec.head_size_v
+    plain &= spec.dtype in (torch.bfloat16, torch.float16, torch.float32)
     if not plain or not _settle(limits.page_reason(spec.block_size, sizes)):
         return spec
     try:
@@ -77,9 +78,10 @@ def serve(
     }
     for module in modules.values():
         module.impl.served = None
-    if not wanted or not _settle(_group_reason(spec, config.model_config.dtype)):
+    heads = {module.impl.num_heads for module in wanted.values()}
+    if not wanted or not _settle(_group_reason(spec, config.model_config.dtype, heads)):
         return {}
-    shape = shape_of(spec, next(iter(wanted.values())).impl.num_heads)
+    shape = shape_of(spec, heads.pop())
     options = settings.options(shape.page_size, config.model_config.max_model_len)
     try:
         kernels, stages = choose(shape)
@@ -103,11 +105,13 @@ def serve(
     return wanted
 
 
-def _group_reason(spec: Any, dtype: torch.dtype) -> str | None:
+def _group_reason(spec: Any, dtype: torch.dtype, heads: set[int]) -> str | None:
     if (reason := limits.page_reason(spec.block_size)) is not None:
         return reason
     if spec.dtype != dtype:
         return f"a cache of {spec.dtype} under a model of {dtype}"
+    if len(heads) > 1:
+        return f"layers of {' and '.join(map(str, sorted(heads)))} query heads in one group"
     room = spec.page_size_bytes - spec.unpadded_page_size_bytes
     if room < tail_bytes(shape_of(spec, spec.num_kv_heads)):
         return "layers that share their pages with layers of another kind"
