@@ -1,34 +1,63 @@
-"""Every number of the README's results table comes from the committed records."""
+"""Every number of the README's results tables comes from the committed records."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.arguments import size
 from harness.store import load
 from reports.rows import rows
 
 ROOT = Path(__file__).parents[1]
-CONTEXTS = {"8K": 8 << 10, "128K": 128 << 10, "1M": 1 << 20}
+BASELINE = "llama-3.1-8b"
+Cell = tuple[str, str, int, int]
 
 
-def results_table() -> list[list[str]]:
-    section = (ROOT / "README.md").read_text().split("## First results")[1].split("\n## ")[0]
-    return [re.split(r"\s*\|\s*", line.strip("| ")) for line in section.splitlines() if line.startswith("|")]
+def results_tables() -> list[list[list[str]]]:
+    """The tables of the section, each as rows of cells."""
+    section = (ROOT / "README.md").read_text().split("## Results")[1].split("\n## ")[0]
+    blocks = (block.splitlines() for block in section.split("\n\n") if block.startswith("|"))
+    return [[re.split(r"\s*\|\s*", line.strip("| ")) for line in block] for block in blocks]
 
 
-def test_the_table_is_what_the_records_say() -> None:
-    measured = {(row["backend"], row["ctx"]): row for row in rows(load([ROOT / "reports/published"])) if row["batch"] == 1}
-    head, _, *lines = results_table()
-    assert len(lines) == len(CONTEXTS)
-    for context, *cells in lines:
-        *latencies, speedup = cells
-        for backend, cell in zip(head[1:-1], latencies, strict=True):
-            row = measured[backend, CONTEXTS[context]]
-            assert row["outcome"] == "OK" and row["performance_claim"]
-            assert float(cell.replace(",", "")) == pytest.approx(row["latency_us"], rel=5e-4)
-        assert float(speedup.rstrip("x")) == pytest.approx(
-            measured["locks", CONTEXTS[context]]["speedup_vs_best_dense"], abs=0.005
-        )
+def cell(level: str, text: str) -> Cell:
+    """ "glm-4-9b-1m 1M x 1" names a case."""
+    *model, context, _, batch = text.split()
+    return level, model[0] if model else BASELINE, size(context, "context"), int(batch)
+
+
+def test_the_tables_are_what_the_records_say() -> None:
+    measured: dict[Cell, dict[str, dict[str, Any]]] = {}
+    for row in rows(load([ROOT / "reports/published"])):
+        where = (row["level"], row["model"], row["ctx"], row["batch"])
+        assert row["backend"] not in measured.setdefault(where, {}), "a case has one record of a backend"
+        measured[where][row["backend"]] = row
+    tables = results_tables()
+    assert len(tables) == 2
+    told = set()
+    for level, (head, _, *lines) in zip(("attention", "token"), tables, strict=True):
+        for text, *latencies, speedup in lines:
+            where = cell(level, text)
+            told.add(where)
+            for backend, latency in zip(head[1:-1], latencies, strict=True):
+                row = measured[where].get(backend)
+                assert (latency == "-") == (row is None), (text, backend)
+                if row is not None:
+                    assert row["outcome"] == "OK" and row["performance_claim"]
+                    assert float(latency.replace(",", "")) == pytest.approx(row["latency_us"], rel=5e-4)
+            expected = measured[where]["locks"]["speedup_vs_best_dense"]
+            assert float(speedup.rstrip("x")) == pytest.approx(expected, abs=0.005)
+    assert told == set(measured), "no measured case is left out"
+
+
+def test_measured_bytes_are_the_counted_ones() -> None:
+    profiled = [row for row in rows(load([ROOT / "reports/published"])) if row["dram_bytes_measured"]]
+    assert {(row["backend"], row["ctx"]) for row in profiled} == {
+        (backend, ctx) for backend in ("flashinfer", "locks", "quest-group") for ctx in (128 << 10, 1 << 20)
+    }
+    for row in profiled:
+        assert 0.99 <= row["dram_bytes_measured"] / sum(row["bytes"].values()) <= 1.01
