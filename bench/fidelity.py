@@ -12,6 +12,8 @@ import typer
 
 from bench import arguments, output
 from harness.errors import UserError
+from harness.store import FILE, load
+from reports import selector_times
 
 PAGE = 16
 
@@ -72,8 +74,18 @@ def fidelity(
         return
     records = fidelity_run.run(plan, fidelity_run.FidelityStore(Path(store), output.say), output.say)
     table = rows(records)
+    times = _times(Path(store), budgets[0])
+    for row in table:
+        row["latency_us"] = times.of(row["selector"]) if times else None
+    told = times.sentence(store) if times else selector_times.none_sentence(store)
     promises = fidelity_run.promises(plan) if theory else None
-    output.show({"rows": table, "theory": promises}, report(table, theory_lines(promises)), json_to)
+    data = {"rows": table, "times": times.record() if times else None, "theory": promises}
+    output.show(data, report(table, [told, *theory_lines(promises)]), json_to)
+
+
+def _times(store: Path, budget: int) -> selector_times.Times | None:
+    """Those that `latency` left in the same store."""
+    return selector_times.find(load([store]), budget) if (store / FILE).exists() else None
 
 
 def _budget(text: str, tokens: int, least: int) -> int:

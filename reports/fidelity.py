@@ -22,6 +22,7 @@ from rich.text import Text
 
 from harness.fidelity_record import DENOMINATORS, FidelityRecord
 from harness.record import Outcome
+from reports.text import number as plain_number
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -103,11 +104,14 @@ def ratio(pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
     return {"value": float(above / below), "interval": [float(low), float(high)]}
 
 
+TIME = "us/layer"  # only where a store has times
+
 COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("selector", lambda row: row["selector"]),
     ("what it is", lambda row: row["label"]),
     ("bytes/step", lambda row: _bytes(row["bytes_per_step"])),
     ("fewer", lambda row: f"{row['fewer_bytes']:.1f}x"),
+    (TIME, lambda row: plain_number(row.get("latency_us"))),
     ("recall", lambda row: number(row["recall"])),
     ("mass of oracle's", lambda row: number(row["mass_of_oracle"], interval=True)),
     ("output error", lambda row: number(row["error"])),
@@ -127,11 +131,13 @@ def report(table: Sequence[Row], closing: Sequence[str] = ()) -> RenderableType:
         shown = Table(
             title=f"{model}, {ctx:,} tokens, budget {budget}{sink_text(sink_pages)}", box=box.SIMPLE_HEAD, title_justify="left"
         )
-        for index, (name, _) in enumerate(COLUMNS):
+        timed = any(row.get("latency_us") for row in members)
+        columns = [column for column in COLUMNS if timed or column[0] != TIME]
+        for index, (name, _) in enumerate(columns):
             shown.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
         for row in members:
             if row["samples"]:
-                shown.add_row(*(cell(row) for _, cell in COLUMNS))
+                shown.add_row(*(cell(row) for _, cell in columns))
             else:
                 shown.add_row(row["selector"], row["label"], Text(f"{row['outcome']}: {row['reason']}", overflow="fold"))
         parts += [shown, Text(_note(members))]

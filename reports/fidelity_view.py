@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.backends.untimed import SAME_STEP
 from harness.fidelity_record import FILE, FidelityRecord
 from harness.store import read
 from reports.fidelity import Row
@@ -83,8 +84,10 @@ def _row(row: Row, panels: Sequence[Panel]) -> dict[str, Any]:
 
 
 def _latency(row: Row, panels: Sequence[Panel]) -> float | None:
-    """Measured time of the backend of the same name for the same model, context and budget, at its smallest batch."""
-    backend = SAME_AS.get(row["selector"], row["selector"])
+    """Measured time of the backend of the same name, or with the same launches, for the same model, context and budget, at
+    its smallest batch.
+    """
+    backend = SAME_AS.get(row["selector"]) or SAME_STEP.get(row["selector"], row["selector"])
     times = [
         (entry.row["batch"], entry.row["latency_us"])
         for panel in panels

@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_records import case, measured
 from typer.testing import CliRunner
 
 from bench.cli import app
 from harness import fidelity_run, theory
+from harness.case import Case
 from harness.errors import UserError
 from harness.fidelity import Kept, energy, measure
 from harness.fidelity_record import FidelityRecord
-from harness.record import Outcome
-from harness.store import load, read
+from harness.record import Outcome, Record
+from harness.store import Store, load, read
 from harness.traces import Trace, TraceCache
 from harness.traces_synthetic import generate, source_of
 from locks_kernels.selectors import SELECTORS
 from locks_kernels.shapes import SelectOptions
+from reports import selector_times
 from reports.fidelity import report, rows
 
 TOKENS = 2048
@@ -214,3 +217,47 @@ def test_rows_are_ratios_over_samples_and_absent_is_none() -> None:
     none = rows([record(0, [0, 0])])[0]
     assert none["retention_all_strict"] == {"value": None, "interval": None, "cases": 0}
     assert report([none]) is not None
+
+
+def timed(directory: Path, *records: Record) -> None:
+    store = Store(directory)
+    for record in records:
+        store.append(record)
+
+
+def sparse(of: Case, backend: str, microseconds: float, **changes: object) -> Record:
+    return measured(of, backend, microseconds, resolved={"dense": False}, **changes)
+
+
+def test_times_of_a_store_stand_beside_what_is_kept(tmp_path: Path) -> None:
+    long, short = case(), case(ctx=8192, batch=16)
+    timed(
+        tmp_path / "store",
+        measured(long, "fa3", 990.0),
+        sparse(long, "locks-triton", 230.0),
+        sparse(long, "locks", 144.0),
+        sparse(long, "quest-group", 120.0),
+        sparse(long, "centroid", 66.0),
+        sparse(long, "random-pages", 9.0, cache_state="warm"),
+        sparse(short, "quest-group", 20.0),
+    )
+    chosen = "locks-r8,locks-r4,quest-group,shadowkv-landmarks,random-pages"
+    data, shown = invoke(tmp_path, "--selectors", chosen, "--budget", "256", "--no-theory")
+    times = {row["selector"]: row["latency_us"] for row in data["rows"]}
+    assert times.pop("locks-r8") == pytest.approx(144, rel=1e-2), "by the best kernels"
+    assert times.pop("quest-group") == pytest.approx(120, rel=1e-2)
+    assert times.pop("shadowkv-landmarks") == pytest.approx(66, rel=1e-2), "the same launches as centroid"
+    assert times == {"locks-r4": None, "random-pages": None}, "not measured; warm"
+    assert data["times"]["ctx"] == 1 << 20 and data["times"]["batch"] == 1
+    text = " ".join(shown.split())
+    assert "us/layer" in shown and "llama-3.1-8b at 1M x 1, budget 2048, NVIDIA H200" in text
+
+
+def test_a_store_without_times_has_no_column_and_says_so(tmp_path: Path) -> None:
+    data, shown = invoke(tmp_path, "--selectors", "oracle", "--budget", "256", "--no-theory")
+    assert data["times"] is None and data["rows"][0]["latency_us"] is None
+    assert "us/layer" not in shown and "latency --backends all" in " ".join(shown.split())
+    peak = sparse(case(select=SelectOptions(combine="peak"), rank=4), "locks-cuda", 100.0)
+    assert selector_times.find([peak, measured(case(), "fa3", 990.0)], 256).us == {
+        "locks-r4-peak": pytest.approx(100, rel=1e-2)
+    }  # type: ignore[union-attr]

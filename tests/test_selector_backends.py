@@ -24,7 +24,7 @@ from harness.backends.selectors import (
     SharedSvd8,
     SharedSvd32,
 )
-from harness.backends.untimed import Untimed
+from harness.backends.untimed import SAME_STEP, Untimed
 from harness.backends.window import SlidingWindow
 from harness.case import Case
 from harness.measure import measure_case
@@ -165,7 +165,7 @@ def test_every_selector_has_a_row_that_is_timed_or_says_why_not() -> None:
         if isinstance(backend, Untimed):
             record = measured(type(backend), tiny_case())
             assert record.outcome is Outcome.SKIPPED and record.reason == f"not timed: {backend.reason}"
-            assert backend.same_step is None or not isinstance(made[backend.same_step], Untimed)
+    assert all(isinstance(made[name], Untimed) and not isinstance(made[same], Untimed) for name, same in SAME_STEP.items())
     timed = {name for name in SELECTORS if not isinstance(made[name], Untimed)}
     assert {"quest-group", "locks-r4", "oracle", "shared-svd-r32", "kvzip-pair-uniform", "random-pages"} <= timed
 

@@ -10,21 +10,19 @@ from typing import ClassVar
 from harness.backend import Backend
 
 PREFIX = "not timed"
+SAME_STEP: dict[str, str] = {}  # selector -> the backend whose launches would be the very same, so that its time is this one's
 
 
 class Untimed(Backend):
-    """same_step: the backend whose launches would be the very same, so that its time stands for this selector's."""
-
     reason: ClassVar[str]
-    same_step: ClassVar[str | None] = None
 
     def unavailable(self) -> str:
         return f"{PREFIX}: {self.reason}"
 
 
 def _same(selector: str, backend: str, reason: str) -> type[Untimed]:
-    reason = f"{reason}; the launches and the bytes are those of `{backend}`, so its time is this one's"
-    return type(selector, (Untimed,), {"name": selector, "reason": reason, "same_step": backend})
+    SAME_STEP[selector] = backend
+    return _none(selector, f"{reason}; the launches and the bytes are those of `{backend}`, so its time is this one's")
 
 
 def _none(selector: str, reason: str) -> type[Untimed]:

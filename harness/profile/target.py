@@ -15,7 +15,7 @@ import torch
 from harness import backends, workload
 from harness.case import Case
 from harness.level import level_launch
-from harness.memory import DeviceMemory, plan_memory, tensor_parallel
+from harness.memory import DeviceMemory, SideMemory, plan_memory, tensor_parallel
 from harness.profile.ncu import STAGE_PREFIX
 from harness.rerun import case_of
 from harness.weights import resident_weight_bytes
@@ -31,9 +31,9 @@ def prepare(case: Case, name: str, pooled: bool) -> Step:
     """
     case = replace(case, kv="pooled" if pooled else case.kv if case.kv.startswith("tp=") else "layers=1")
     weights = resident_weight_bytes(case.model, tensor_parallel(case), case.dtype) if case.level == "token" else 0
-    plan = plan_memory(case, DeviceMemory.now(case.device), weights)
-    data = workload.build(case, plan, case.device)
     backend = backends.make(name)
+    plan = plan_memory(case, DeviceMemory.now(case.device), weights, SideMemory.of(case, [backend]))
+    data = workload.build(case, plan, case.device)
     launches = [backend.prepare(data, copy) for copy in range(plan.launches if case.level == "token" else 1)]
     data.set_phase(0)
     step: Step = dict(backend.stages(data, 0)) if case.level == "attention" else {}
