@@ -12,8 +12,6 @@ from torch import nn
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from harness.process import die_with_parent
-
 LOAD_FORMAT = "locks-bench-random"
 SHARPNESS = 3.0  # standard deviation of the attention logits: a few keys of thousands hold most of the mass, as in a model
 
@@ -22,10 +20,6 @@ class EngineExtension:
     """Methods that vLLM adds to its worker; asked for with `collective_rpc`.  Results are plain data."""
 
     model_runner: Any
-
-    def locks_bench_die_with_parent(self) -> None:
-        """The engine's process too: vLLM would leave it behind."""
-        die_with_parent()
 
     def locks_bench_layers(self) -> list[dict[str, Any]]:
         """What each attention layer runs and how its cache lies: classes, and bytes of one block with and without what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -82,6 +83,7 @@ class _Sweep:
         self.stop_at = None if options.time_budget_s is None else time.time() + options.time_budget_s
         self.records: dict[tuple[EngineCase, str], Record] = {}
         self.late: set[EngineCase] = set()
+        self.numbers = itertools.count(1)
 
     def names(self, case: EngineCase) -> list[str]:
         return list(self.backends(case) if callable(self.backends) else self.backends)
@@ -206,7 +208,8 @@ class _Sweep:
 
     def _log(self, name: str) -> Path:
         self.engine_options.logs.mkdir(parents=True, exist_ok=True)
-        return self.engine_options.logs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{name}.log"
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        return self.engine_options.logs / f"{stamp}-{next(self.numbers)}-{name}.log"
 
     def _all(self, cases: Sequence[EngineCase], name: str, outcome: Outcome, reason: str) -> None:
         for case in cases:

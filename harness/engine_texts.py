@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TOP = 5  # likeliest tokens of each position that are kept
-# Nats between two right backends in bfloat16.  In 30 layers of the loader's random weights rounding is worth 0.08 to 0.11; one page
-# in sixteen left out, the newest aside, 0.25 and more in each of four texts, and in most of them another token at once.
+# Nats between two right backends in bfloat16.  In 30 layers of the loader's random weights rounding is worth 0.08 to 0.11; one
+# page in sixteen left out 0.25 and more in each of four texts, and in most of them another token at once.
 TOLERANCE = 0.2
 
 

@@ -15,6 +15,9 @@ ENVIRONMENT = {  # unless the user says otherwise
 }
 
 
+SHUTDOWN_SECONDS = 15.0
+
+
 class Engine(Protocol):
     """blocks, block_size: of the KV cache as the engine reports them."""
 
@@ -22,6 +25,7 @@ class Engine(Protocol):
     block_size: int
     max_tokens: int  # of a sequence
     chunk_tokens: int  # of one step, prompts included
+    sequences: int  # at once, at most
 
     def submit(self, name: str, prompt: Sequence[int], tokens: int) -> None:
         """Queue a greedy request of exactly `tokens` output tokens."""
@@ -35,6 +39,10 @@ class Engine(Protocol):
 
     def texts(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Text]:
         """Greedy texts of several prompts at once."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's processes."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -54,11 +62,11 @@ class VllmEngine:
         self._vllm = vllm
         self._llm = vllm.LLM(worker_extension_cls="harness.engine_inside.EngineExtension", **arguments)
         self._engine: Any = self._llm.llm_engine
-        self._ask("locks_bench_die_with_parent")
         config = self._engine.vllm_config
         self.blocks, self.block_size = int(config.cache_config.num_gpu_blocks), int(config.cache_config.block_size)
         self.max_tokens = int(config.model_config.max_model_len)
         self.chunk_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        self.sequences = int(config.scheduler_config.max_num_seqs)
 
     def submit(self, name: str, prompt: Sequence[int], tokens: int) -> None:
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._greedy(tokens))
@@ -73,6 +81,9 @@ class VllmEngine:
         greedy = self._vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=TOP)
         found = self._llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], greedy, use_tqdm=False)
         return [_text(output) for output in found]
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown(timeout=SHUTDOWN_SECONDS)
 
     def describe(self) -> dict[str, Any]:
         layers = self._ask("locks_bench_layers")

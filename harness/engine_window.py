@@ -69,8 +69,8 @@ def slack_tokens(window: Window, batches: Sequence[int | None], ctx: int, chunk:
 
 
 def largest_batch(engine: Engine, tokens: int, most: int) -> int:
-    """Sequences of `tokens` that the cache holds at once, `most` at most."""
-    return min((engine.blocks - NULL_BLOCKS) // math.ceil(tokens / engine.block_size), most)
+    """Sequences of `tokens` that the engine holds at once, `most` at most."""
+    return min((engine.blocks - NULL_BLOCKS) // math.ceil(tokens / engine.block_size), engine.sequences, most)
 
 
 class Ladder:
@@ -103,8 +103,9 @@ class Ladder:
         fits = largest_batch(self.engine, self._length + self._total, batch)
         if fits < batch:
             raise DoesNotFit(
-                f"{batch} sequences of {self._length + self._total:,} tokens do not fit in the engine's cache of "
-                f"{(self.engine.blocks - NULL_BLOCKS) * self.engine.block_size:,} tokens; at most {fits} do"
+                f"{batch} sequences of {self._length + self._total:,} tokens do not fit in an engine with a cache of "
+                f"{(self.engine.blocks - NULL_BLOCKS) * self.engine.block_size:,} tokens for {self.engine.sequences} "
+                f"sequences; at most {fits} do"
             )
         self._fill(batch)
         newest = list(self._got)[-1]

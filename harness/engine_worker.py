@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ from harness.engine_model import write_folder
 from harness.engine_texts import Text
 from harness.engine_vllm import Engine, VllmEngine
 from harness.engine_window import DoesNotFit, Ladder, Timed, Uneven, Window, ladders, largest_batch, prompt, slack_tokens
-from harness.process import die_with_parent
 
+WATCH_SECONDS = 0.5
 MOST_SEQUENCES = 512  # of a batch that is to fill the cache: the largest that vLLM captures by default
 Cell = tuple[int, int | None]  # context and batch; None: as many as fit
 
@@ -117,7 +118,7 @@ EngineEvent = Started | Checked | Measuring | CellTimed | CellFailed | Broken
 def serve(pipe: Connection, job: EngineJob, log: str) -> None:
     """The process's side: events out, then the end of the pipe."""
     os.setsid()
-    die_with_parent()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log, "ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
@@ -126,6 +127,13 @@ def serve(pipe: Connection, job: EngineJob, log: str) -> None:
         os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
     run(job, pipe.send, VllmEngine, Path(log))
     pipe.close()
+
+
+def _end_with(parent: int) -> None:
+    """A sweep that was killed leaves no engine behind on the GPU: the processes that vLLM started are of this group."""
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    os.killpg(0, signal.SIGKILL)
 
 
 def run(
@@ -156,6 +164,8 @@ def run(
             meter = open_meter(job.gpu_uuid)
             for ctx, batches in ladders(job.cells):
                 _climb(job, engine, ctx, batches, say, clock_ns, meter)
+        when = "while it was closed"
+        engine.close()
     except Exception as error:
         say(Broken(when, root_cause(error, log)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,13 +17,13 @@ from harness.case import Case
 from harness.measure import Bench, DeviceLost, free_memory, measure_case
 from harness.memory import MemoryPlan
 from harness.meters.session import open_meters
-from harness.process import die_with_parent
 from harness.record import Record
 from harness.roof import read_roof_tbps
 from harness.stopping import CPU_RULE, StoppingRule
 from harness.timer import GraphTimer, Timer, WallTimer
 
 STOP_SECONDS = 3
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Worker:
 
 def serve(pipe: Connection, settings: Settings) -> None:
     """The worker's side: jobs in; backend names as they begin and the records out."""
-    die_with_parent()
+    _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends this process
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries that print must not spoil the parent's JSON
     local = InProcess(make_bench(settings))
@@ -170,3 +171,9 @@ def serve(pipe: Connection, settings: Settings) -> None:
         pipe.send(("records", (records, alive)))
         if not alive:
             return
+
+
+def _die_with_parent() -> None:
+    """A sweep that was killed leaves nobody behind on the GPU, who would disturb the one that goes on."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
