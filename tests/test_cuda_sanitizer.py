@@ -24,8 +24,10 @@ pytestmark = [
 @pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
 def test_kernels_are_clean(tool: str) -> None:
     paths = os.pathsep.join(filter(None, (str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH"))))
+    options = ("--report-api-errors", "no") if tool == "memcheck" else ()
     run = subprocess.run(
-        [str(SANITIZER), "--tool", tool, "--error-exitcode", "9", sys.executable, str(TESTS / "sanitized_steps.py")],
+        # cuda-python asks the driver for functions that it may not have, which would count as errors of memcheck.
+        [str(SANITIZER), "--tool", tool, *options, "--error-exitcode", "9", sys.executable, str(TESTS / "sanitized_steps.py")],
         capture_output=True,
         text=True,
         timeout=280,
