@@ -19,7 +19,7 @@ PAGE = 16
 
 
 def fidelity(
-    model: Annotated[str, typer.Option(help="smollm2-135m, or synthetic: made-up keys, no model.")] = "smollm2-135m",
+    model: Annotated[str, typer.Option(help="smollm2-135m; or synthetic, synthetic-shared: made-up keys.")] = "smollm2-135m",
     model_path: Annotated[str | None, typer.Option(metavar="DIR", help="A Hugging Face model folder instead.")] = None,
     ctx: Annotated[str, typer.Option(help="Tokens of a sample, prompt and answer, such as 4K.")] = "4K",
     budget: Annotated[str, typer.Option(help="Tokens attended, or shares of the context: 512,1%.")] = "512",

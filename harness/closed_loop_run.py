@@ -36,7 +36,7 @@ class LoopStore(Store):
 
 def run(plan: Plan, store: Store, say: Say) -> list[LoopRecord]:
     """The records of the plan, those that the store has already among them, in the order of samples and selectors."""
-    if plan.model == traces_synthetic.NAME and plan.path is None:
+    if plan.model in traces_synthetic.NAMES and plan.path is None:
         raise UserError("synthetic keys answer nothing; --closed-loop needs a model: --model smollm2-135m or --model-path DIR")
     model, haystack = loaded(plan)
     code, records = source_hash(*FILES), []

@@ -53,7 +53,7 @@ class FidelityStore(Store):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for.  budgets: tokens.  model: a packaged one, "synthetic", or None with `path`."""
+    """What is asked for.  budgets: tokens.  model: a packaged one, one of traces_synthetic, or None with `path`."""
 
     model: str | None
     path: Path | None
@@ -132,9 +132,9 @@ def one_thread() -> Iterator[None]:
 def _samples(plan: Plan) -> Iterator[tuple[dict[str, Any], Callable[[], Trace]]]:
     """Of each sample what identifies its trace, and how to get it."""
     cache = TraceCache(plan.traces)
-    if plan.model == traces_synthetic.NAME and plan.path is None:
+    if plan.model in traces_synthetic.NAMES and plan.path is None:
         for sample in range(plan.samples):
-            source = traces_synthetic.source_of(plan.ctx, plan.seed + sample)
+            source = traces_synthetic.source_of(plan.ctx, plan.seed + sample, plan.model)
             yield source, lambda source=source: traces_synthetic.generate(source)  # type: ignore[misc]
         return
     model, haystack = loaded(plan)

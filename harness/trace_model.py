@@ -66,7 +66,8 @@ def load(name: str | None = None, path: Path | None = None) -> TraceModel:
     options: dict[str, Any] = {}
     if path is None:
         if name not in PACKAGED:
-            raise UserError(f"unknown model {name!r}; use {', '.join(PACKAGED)}, synthetic, or --model-path FOLDER")
+            known = ", ".join((*PACKAGED, "synthetic", "synthetic-shared"))
+            raise UserError(f"unknown model {name!r}; use {known}, or --model-path FOLDER")
         if reason := missing(name):
             raise UserError(reason)
         package, options["gguf_file"] = PACKAGED[name]

@@ -183,7 +183,7 @@ def _note(members: Sequence[Row]) -> str:
     ]
     if row["agrees"] is not None:
         lines.append(f"Steps follow the right answer; the model itself says {row['agrees']:.0%} of its tokens.")
-    if row["model"] == "synthetic":
+    if row["model"].startswith("synthetic"):
         lines.append("Synthetic keys: how selectors behave on this structure, no claim about any model.")
     if idle := [row["selector"] for row in measured if not row["active"]]:
         lines.append(f"Attended everything somewhere, so not a selection: {', '.join(idle)}.")
