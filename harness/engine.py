@@ -43,11 +43,14 @@ class EngineCase(Case):
 
 @dataclass(frozen=True)
 class EngineBackend:
-    """An attention backend of vLLM.  attention: what `--attention-backend` of vLLM takes, by device; dense: full attention."""
+    """An attention backend of vLLM.  attention: what `--attention-backend` of vLLM takes, by device; dense: full attention;
+    flash_attention: the version that the name promises.
+    """
 
     name: str
     attention: dict[str, str]
     dense: bool = True
+    flash_attention: int | None = None
 
     def unavailable(self, device: str) -> str | None:
         """Why it cannot run here, with the pip command that helps, or None."""
@@ -67,6 +70,13 @@ class EngineBackend:
         extra = f", flashinfer {version('flashinfer-python')}" if self.name == "flashinfer" else ""
         return f"vllm {engine}{extra}" if engine else None
 
+    def another(self, layers: Sequence[dict[str, Any]]) -> str | None:
+        """What runs in the attention layers of an engine in place of what the name says, or None."""
+        versions = {layer.get("flash_attention") for layer in layers}
+        if self.flash_attention is None or versions == {self.flash_attention}:
+            return None
+        return f"FlashAttention {self.flash_attention} is not supported here: the engine took {sorted(map(str, versions))}"
+
     def mismatch(self) -> str | None:
         """What vLLM wants of the library behind the backend if another version is installed, for the reason of a failure."""
         wanted, found = _wanted_flashinfer(), version("flashinfer-python")
@@ -78,7 +88,7 @@ class EngineBackend:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        EngineBackend("fa3", {"cuda": "FLASH_ATTN"}),
+        EngineBackend("fa3", {"cuda": "FLASH_ATTN"}, flash_attention=3),
         EngineBackend("flashinfer", {"cuda": "FLASHINFER"}),
         EngineBackend("triton-attn", {"cuda": "TRITON_ATTN"}),
         EngineBackend("cpu-attn", {"cpu": "CPU_ATTN"}),

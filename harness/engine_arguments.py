@@ -39,8 +39,8 @@ def arguments(case: EngineCase, name: str, model: Path, cells: list[Cell]) -> di
     }
     if case.device == "cuda":
         result["attention_config"] = {"backend": BACKENDS[name].attention["cuda"]}
-        if name == "fa3":
-            result["attention_config"]["flash_attn_version"] = 3
+        if version := BACKENDS[name].flash_attention:
+            result["attention_config"]["flash_attn_version"] = version
         result["compilation_config"] = {"cudagraph_mode": GRAPHS}
     else:
         result |= {"enforce_eager": True, "kv_cache_memory_bytes": _cpu_cache_bytes(case, cells)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness.engine_texts import TOLERANCE, Text, compare, furthest
+from harness.engine_texts import Text, compare, furthest
 from harness.engine_vllm import Engine
 
 PLUGIN = "locks_kernels.vllm_plugin."
@@ -42,12 +42,13 @@ def check(
     reference: Sequence[Text] | None,
     lengths: Sequence[int],
     make_prompt: Callable[[int, int], list[int]],
+    tolerance: float,
 ) -> Gate:
     """Texts of the prompts, long ones last, compared with those of a dense engine.
 
     A dense backend must agree on all of them.  A sparse one must agree on the short ones, where its budget holds everything,
     and must not on the long one, to the last bit: then its selection did nothing, and dense times would stand in its row.
-    reference: None for the first dense engine of a set-up.
+    reference: None for the first dense engine of a set-up.  tolerance: in nats, what may be rounding.
     """
     prompts = [make_prompt(number, length) for number, length in enumerate(lengths)]
     short, long = prompts[:SHORT_PROMPTS], prompts[SHORT_PROMPTS:]
@@ -61,7 +62,7 @@ def check(
         ),
         "layers served by the plugin": served,
     }
-    found: dict[str, Any] = {"tolerance_nats": TOLERANCE, "checks": checks}
+    found: dict[str, Any] = {"tolerance_nats": tolerance, "checks": checks}
     reason = None
     if not checks["same text twice"]:
         reason = "the same prompt gave another text the second time"
@@ -82,10 +83,10 @@ def _against(texts: Sequence[Text], reference: Sequence[Text], sparse: bool, fou
     alike = len(texts) if not sparse else SHORT_PROMPTS
     difference = furthest(texts[:alike], reference[:alike])
     found["error_nats"], found["positions"] = difference.nats, difference.positions
-    if not difference.close:
+    if not difference.within(found["tolerance_nats"]):
         by = "at a token that is not among its likeliest" if difference.nats is None else f"by {difference.nats:.2f} nats"
         within = " although the budget holds the whole prompt" if sparse else ""
-        return f"its text differs from the dense engine's {by}{within}; at most {TOLERANCE} nats are rounding"
+        return f"its text differs from the dense engine's {by}{within}; at most {found['tolerance_nats']} nats are rounding"
     if sparse and len(texts) > SHORT_PROMPTS:
         far = compare(texts[-1], reference[-1])
         found["checks"]["selection changes a long text"] = far.nats != 0

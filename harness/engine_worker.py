@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.case import Model
+from harness.engine import BACKENDS
 from harness.engine_gate import check, prompt_lengths
 from harness.engine_meter import open_meter
 from harness.engine_model import write_folder
-from harness.engine_texts import Text
+from harness.engine_texts import TOLERANCE, TRAINED_TOLERANCE, Text
 from harness.engine_vllm import Engine, VllmEngine
 from harness.engine_window import DoesNotFit, Ladder, Timed, Uneven, Window, ladders, largest_batch, prompt, slack_tokens
 
@@ -154,10 +155,13 @@ def run(
             raise RuntimeError(
                 "no attention layer of the engine has a cache to look at: this version of vLLM is not known here"
             )
+        if another := BACKENDS[job.backend].another(description["layers"]):
+            raise RuntimeError(another)
         say(Started(description, engine.blocks, engine.block_size, time.monotonic() - start))
         when = "while its texts were checked"
         lengths = prompt_lengths(job.budget, max(ctx for ctx, _ in job.settings_of))
-        gate = check(engine, description["layers"], job.sparse, job.reference, lengths, _prompts(job, 0))
+        tolerance = TOLERANCE if job.model_folder is None else TRAINED_TOLERANCE
+        gate = check(engine, description["layers"], job.sparse, job.reference, lengths, _prompts(job, 0), tolerance)
         say(Checked(gate.record, gate.texts, gate.reason))
         if gate.reason is None:
             when = "while it was timed"

@@ -46,6 +46,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.preempts = self.repeats_differ = self.wrong = self.closed = False
         self.dies_at: int | None = None
+        self.flash_attention: int | None = None
         self._texts = itertools.count()
         self._steps = 0
 
@@ -100,6 +101,7 @@ class FakeEngine:
         layer = {
             "impl": PLUGIN_IMPL if self.sparse else DENSE_IMPL,
             "served": self.sparse,
+            "flash_attention": self.flash_attention,
             "block_bytes": 26_624 if self.sparse else 24_576,
             "stock_block_bytes": 24_576,
         }

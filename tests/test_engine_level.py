@@ -211,6 +211,17 @@ def test_an_engine_that_does_not_start_is_a_typed_row(sweep: Callable[..., Any],
     assert str(error) in records[0].reason and records[0].rounds_ns is None
 
 
+def test_another_flash_attention_than_the_name_says_is_no_row_of_it(sweep: Callable[..., Any]) -> None:
+    found = [engine_case(device="cuda", page_size=16)]
+    engine = _with("flash_attention", FakeEngine(), 2)
+    (record,), _ = sweep(found, ("fa3",), FakeHost({"fa3": [engine]}))
+    assert record.outcome is Outcome.SKIPPED and "FlashAttention 3 is not supported here" in record.reason
+    host = FakeHost({"fa3": [_with("flash_attention", FakeEngine(), 3)]})
+    (record,), _ = sweep([engine_case(device="cuda", page_size=16, ctx=4096)], ("fa3",), host)
+    assert record.outcome is Outcome.OK and record.resolved["kernels"] == "Attention v3, graphs NONE"
+    assert host.jobs[0].arguments["attention_config"] == {"backend": "FLASH_ATTN", "flash_attn_version": 3}
+
+
 def test_silence_is_a_timeout(sweep: Callable[..., Any]) -> None:
     host = FakeHost({})
     host.silent = True
@@ -235,11 +246,11 @@ def test_texts_may_part_at_a_near_tie_only() -> None:
     same = replace(reference, likely=[[(1, -1.05), (9, -3.0)], *reference.likely[1:]])
     assert compare(same, reference).nats == pytest.approx(0.05) and compare(same, reference).positions == 3
     tie = Text(4, [1, 8, 5], [reference.likely[0], [(8, -1.0), (2, -1.05)], [(5, -0.1), (6, -9.0)]])
-    assert compare(tie, reference).close and compare(tie, reference).positions == 2
+    assert compare(tie, reference).within(TOLERANCE) and compare(tie, reference).positions == 2
     wrong = replace(tie, tokens=[1, 4, 5], likely=[reference.likely[0], [(4, -0.1), (2, -3.0)], tie.likely[2]])
-    assert compare(wrong, reference).nats is None and not compare(wrong, reference).close
+    assert compare(wrong, reference).nats is None and not compare(wrong, reference).within(9.0)
     off = replace(reference, likely=[[(1, -1.0 - 2 * TOLERANCE), (9, -3.0)], *reference.likely[1:]])
-    assert not compare(off, reference).close
+    assert not compare(off, reference).within(TOLERANCE)
     assert compare(reference, reference).nats == 0
 
 
