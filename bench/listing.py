@@ -14,7 +14,7 @@ from bench import output
 from bench.request import LEVELS
 from bench.suite import load_suite
 from bench.suite import names as suite_names
-from harness import backends, presets
+from harness import backends, engine, presets
 from harness.libraries import BY_BACKEND, Library
 
 
@@ -22,13 +22,14 @@ def list_(
     json_to: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON; - is stdout.")] = None,
 ) -> None:
     """List backends with their availability, model presets with their geometry, and suites."""
-    found, models, suites = backend_rows(), model_rows(), suite_rows()
+    found, engines, models, suites = backend_rows(), engine_rows(), model_rows(), suite_rows()
     tables = Group(
         _table("Backends", found),
+        _table("Backends of --level engine", engines),
         _table("Models (--model), or a shape such as 32x8x128", models),
         _table("Suites (sweep SUITE), or a TOML file", suites),
     )
-    output.show({"backends": found, "models": models, "suites": suites}, tables, json_to)
+    output.show({"backends": found, "engine_backends": engines, "models": models, "suites": suites}, tables, json_to)
 
 
 def backend_rows() -> list[dict[str, Any]]:
@@ -39,6 +40,20 @@ def backend_rows() -> list[dict[str, Any]]:
         package, version, missing = _installed(library) if library else _ask_plug_in(name)
         rows.append({"name": name, "library": package, "version": version, "available": missing is None, "missing": missing})
     return rows
+
+
+def engine_rows() -> list[dict[str, Any]]:
+    """Every attention backend of vLLM that level engine measures, with its name there and the devices it is for."""
+    return [
+        {
+            "name": backend.name,
+            "in_vllm": ", ".join(backend.attention.values()),
+            "devices": ", ".join(backend.attention),
+            "version": backend.version(),
+            "missing": backend.unavailable(next(iter(backend.attention))),
+        }
+        for backend in engine.BACKENDS.values()
+    ]
 
 
 def _installed(library: Library) -> tuple[str | None, str | None, str | None]:

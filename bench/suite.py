@@ -28,6 +28,7 @@ from typing import Any
 from bench import arguments
 from bench.request import Device, Request, cases
 from harness import backends as known_backends
+from harness import engine
 from harness.case import Case
 from harness.errors import UserError
 from harness.presets import nearest
@@ -77,8 +78,9 @@ class Suite:
         """Backends of each case, in the order of the file.  UserError or ShapeError names what cannot be."""
         found: dict[Case, list[str]] = {}
         for grid in self.grids:
-            names = known_backends.resolve(tuple(grid.get("backends", self.backends)), device)
             for values in _combinations(grid):
+                resolve = engine.resolve if values["level"] == engine.LEVEL else known_backends.resolve
+                names = resolve(tuple(grid.get("backends", self.backends)), device)
                 chosen = [name for name in names if not any(self._skipped(skip, values, name) for skip in self.skips)]
                 (case,) = cases(_request(values), device)
                 if chosen:

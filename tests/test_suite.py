@@ -44,6 +44,28 @@ def cells(tmp_path: Path, text: str) -> list[tuple[int, int, list[str]]]:
     return [(case.ctx, case.batch, names) for case, names in found.items()]
 
 
+def test_a_grid_of_level_engine_has_the_names_of_that_level(tmp_path: Path) -> None:
+    text = """
+        title = "t"
+        backends = ["default"]
+        [[grid]]
+        ctx = "8K"
+        [[grid]]
+        level = "engine"
+        ctx = "8K"
+        batch = [2, "max"]
+        backends = ["triton-attn", "locks"]
+    """
+    found = load_suite(write(tmp_path, text)).cells("cuda")
+    assert [(case.level, case.batch, case.kv, names) for case, names in found.items()] == [
+        ("attention", 1, "auto", ["fa3", "flashinfer", "locks"]),
+        ("engine", 2, "auto", ["triton-attn", "locks"]),
+        ("engine", 1, "max", ["triton-attn", "locks"]),
+    ]
+    with pytest.raises(UserError, match="level engine has no backend 'locks-cuda'"):
+        load_suite(write(tmp_path, text.replace("triton-attn", "locks-cuda"))).cells("cuda")
+
+
 def test_grids_are_products_and_share_their_cases(tmp_path: Path) -> None:
     text = """
         title = "t"
