@@ -30,7 +30,7 @@ def latency(
     backends: Annotated[
         str,
         typer.Option(
-            help="Names of `list`, or all.  In an engine on a CPU, cpu-attn stands for sdpa.  [default: fa3,flashinfer,locks; cpu: sdpa,locks]",
+            help="Names of `list`, or all; engine on a CPU: cpu-attn.  [default: fa3,flashinfer,locks; cpu: sdpa,locks]",
             show_default=False,
         ),
     ] = "default",

@@ -46,6 +46,8 @@ COPIED = (
         "stage_floors_us",
         "eager_us",
         "plan_us",
+        "ttft_us",
+        "kv_capacity_tokens",
         "cache_state",
     ),
     *("timer", "backend_version", "read_roof_tbps", "stop_reason", "rounds", "performance_claim", "commit", "time", "command"),

@@ -34,6 +34,8 @@ from harness.store import Store
 from locks_kernels.shapes import SelectOptions
 from locks_kernels.vllm_plugin.settings import Settings
 from reports.page import render
+from reports.panels import panels
+from reports.payload import page_data
 from reports.rows import rows
 from reports.table import latency_report
 
@@ -131,7 +133,8 @@ def test_both_kinds_of_page_show_the_rows(sweep: Callable[..., Any]) -> None:
     shown = io.StringIO()
     Console(file=shown, width=250).print(latency_report(rows(records)))
     assert "TTFT ms" in shown.getvalue() and "+8.3%" in shown.getvalue() and "32,000" in shown.getvalue()
-    assert "engine" in render(records)
+    assert "level engine" in render(records)
+    assert page_data(panels(records))["columns"]["ttft_us"] == [2 * CHUNK_NS / 1e3] * 2
 
 
 def test_a_second_run_starts_no_engine_and_one_backend_alone_finds_its_reference(sweep: Callable[..., Any]) -> None:

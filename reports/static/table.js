@@ -11,6 +11,7 @@ const COLUMNS = [ // [key, heading, text of a row, numeric]
   ["dram_bytes_measured", "DRAM measured, MB", (row) => scaled(row, "dram_bytes_measured", 1e-6), true],
   ["bandwidth_tbps", "TB/s", null, true], ["roof_share", "% of roof", (row) => scaled(row, "roof_share", 100), true],
   ["tokens_per_s", "tokens/s", null, true], ["energy_j_per_token", "J/token", null, true],
+  ["ttft_us", "first token, µs", null, true], ["kv_capacity_tokens", "KV cache, tokens", null, true],
   ["plan_us", "planning, µs", null, true], ["eager_us", "without graph, µs", null, true],
   ["plan", "KV plan"], ["cache_state", "cache"], ["machine", "machine"], ["commit", "commit", (row) => (Report.value(row, "commit") ?? "-").slice(0, 10)],
   ["time", "time"], ["state", "state"],
