@@ -84,8 +84,9 @@ def _latency_table(rows: list[Row]) -> Table:
 
 def _engine_table(rows: list[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="Inside the engine (latency is the time per output token)")
-    for heading in ("ctx", "batch", "backend", "TPOT ms", "TTFT ms", "tok/s", "cache tokens", "KB a token", "vs stock cache"):
-        table.add_column(heading, justify="left" if heading == "backend" else "right", no_wrap=True)
+    headings = "model", "ctx", "batch", "backend", "TPOT ms", "TTFT ms", "tok/s", "cache tokens", "KB a token", "vs stock cache"
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("model", "backend") else "right", no_wrap=True)
     for row in rows:
         kv = row["kv"] or {}
         capacity, size, stock = (kv.get(name) for name in ("capacity_tokens", "bytes_per_token", "stock_bytes_per_token"))
@@ -93,6 +94,7 @@ def _engine_table(rows: list[Row]) -> Table:
         memory = [f"{capacity:,}" if capacity else ABSENT, number(size / 1024) if size else ABSENT]
         more = f"{size / stock - 1:+.1%}" if size and stock else ABSENT
         cells = (
+            row["model"],
             short_size(row["ctx"]),
             str(row["batch"]),
             _backend(row),
