@@ -55,10 +55,12 @@ def cases(request: Request, device: Device) -> list[Case]:
         combine=cast(Combine, request.combine),
     )
     engine = request.level == LEVEL
-    made, extra = _engine_case(request) if engine else (Case, {})
+    contexts = arguments.sizes(DEFAULT_CTX[device] if request.ctx is None else request.ctx, "--ctx")
+    made, extra = _engine_case(request, contexts) if engine else (Case, {})
     model = extra.pop("model", None) or find_model(_model_name(request, device))
+    page_size = CPU_BLOCK if engine and device == "cpu" and request.page_size == 16 else request.page_size
     result = []
-    for ctx in arguments.sizes(DEFAULT_CTX[device] if request.ctx is None else request.ctx, "--ctx"):
+    for ctx in contexts:
         for batch in _batches(request):
             case = made(
                 level=cast(Level, request.level),
@@ -66,7 +68,7 @@ def cases(request: Request, device: Device) -> list[Case]:
                 ctx=ctx,
                 batch=batch or 1,
                 select=select,
-                page_size=max(request.page_size, CPU_BLOCK) if engine and device == "cpu" else request.page_size,
+                page_size=page_size,
                 rank=request.rank,
                 dtype=request.dtype,
                 kv=MAX if batch is None else request.kv,
@@ -104,13 +106,11 @@ def _batches(request: Request) -> list[int | None]:
     texts = list(dict.fromkeys(part.strip() for part in request.batch.split(",")))
     if request.level != LEVEL and MAX in texts:
         raise UserError("--batch max is for --level engine, whose cache has a size; use numbers such as 1,16")
-    numbers: list[int | None] = []
-    if sized := ",".join(text for text in texts if text != MAX):
-        numbers += arguments.sizes(sized, "--batch")
-    return numbers + ([None] if MAX in texts else [])
+    numbers = [None if text == MAX else arguments.size(text, "--batch") for text in texts]
+    return sorted(dict.fromkeys(numbers), key=lambda number: number is None)  # as typed, with the largest at the end
 
 
-def _engine_case(request: Request) -> tuple[type[Case], dict[str, Any]]:
+def _engine_case(request: Request, contexts: list[int]) -> tuple[type[Case], dict[str, Any]]:
     """The class of the cells, and the fields that only they have; with the model where it is a folder."""
     if request.kv != "auto":
         raise UserError("--kv is not for --level engine, which plans its own cache; use --batch max to fill it")
@@ -119,9 +119,11 @@ def _engine_case(request: Request) -> tuple[type[Case], dict[str, Any]]:
         if request.model is not None:
             raise UserError("--model and --model-path are both given; use one of them")
         fields["model"], fields["weights"], longest = read_folder(Path(request.model_path))
-        for ctx in arguments.sizes(request.ctx, "--ctx") if request.ctx else []:
-            if ctx > longest:
-                raise UserError(f"--ctx {ctx} is above the {longest} tokens that the model in --model-path is made for")
+        if max(contexts) > longest:
+            raise UserError(
+                f"--ctx {max(contexts)} is above the {longest} tokens that the model in --model-path is made for; "
+                f"use --ctx {longest} or less"
+            )
     return EngineCase, fields
 
 

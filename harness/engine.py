@@ -146,14 +146,16 @@ def parse_engine_args(text: str) -> str:
         raise UserError("--engine-args is not a JSON object; write for example '{\"gpu_memory_utilization\": 0.8}'")
     if decided := sorted(set(given) & set(DECIDED)):
         raise UserError(
-            f"--engine-args {', '.join(decided)}: decided by the benchmark's own options or the same for all backends"
+            f"--engine-args {', '.join(decided)}: decided by the benchmark's own options, or not measured at this level; "
+            "leave it out"
         )
     return json.dumps(given, sort_keys=True)
 
 
-DECIDED = (
+DECIDED = (  # the last line: what changes the bytes or the tokens of a step, which a row tells
     *("model", "attention_backend", "attention_config", "load_format", "max_model_len", "block_size", "dtype", "seed"),
-    *("enable_prefix_caching", "skip_tokenizer_init", "worker_extension_cls"),
+    *("enable_prefix_caching", "skip_tokenizer_init", "worker_extension_cls", "hf_overrides"),
+    *("kv_cache_dtype", "quantization", "speculative_config", "tensor_parallel_size", "pipeline_parallel_size"),
 )
 
 

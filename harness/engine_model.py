@@ -72,5 +72,5 @@ def read_folder(path: Path) -> tuple[Model, str, int]:
         return model, f"{model.name} {hashlib.sha256(text).hexdigest()[:8]}", int(data["max_position_embeddings"])
     except OSError as error:
         raise UserError(f"--model-path {path} is not a model folder: {file.name} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise UserError(f"--model-path {path}: its config.json is not one of a dense decoder ({error!r})") from error

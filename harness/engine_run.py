@@ -97,7 +97,7 @@ class _Sweep:
             wanted = [case for case in cases if name in self.names(case)]
             missing[name] = [case for case in wanted if not self._found(case, name)]
         lengths = prompt_lengths(cases[0].select.budget_tokens, max(case.ctx for case in cases))
-        reference = self._known_texts(lengths)
+        reference = self._known_texts(cases, lengths)
         for name in names:
             todo = [case for case in missing[name] if not self._refused(case, name)]
             if not todo:
@@ -124,11 +124,13 @@ class _Sweep:
     def _key(self, case: EngineCase, name: str) -> str:
         return resume_key(case, name, BACKENDS[name].version(), self.environment, TIMER, "layers")
 
-    def _known_texts(self, lengths: list[int]) -> list[Text] | None:
-        """Of a dense engine that was measured before, if it was asked the same."""
-        for (_, name), record in self.records.items():
+    def _known_texts(self, cases: list[EngineCase], lengths: list[int]) -> list[Text] | None:
+        """Of a dense engine of these cases that was measured before, if it was asked the same."""
+        for (case, name), record in self.records.items():
             texts = [Text.of(text) for text in (record.gate or {}).get("texts", [])]
-            if BACKENDS[name].dense and record.outcome is Outcome.OK and [text.prompt_tokens for text in texts] == lengths:
+            if case not in cases or not BACKENDS[name].dense or record.outcome is not Outcome.OK:
+                continue
+            if [text.prompt_tokens for text in texts] == lengths:
                 return texts
         return None
 
@@ -146,12 +148,15 @@ class _Sweep:
         if reason := BACKENDS[name].unavailable(device):
             return f"no dense engine to compare its texts with: {name}: {reason}"
         self._say(cases[0], f"starting an engine with {name} for texts to compare with")
-        broken = "it said nothing"
+        broken, log = "it said nothing", self._log(name)
         try:
-            for event in self.host.events(self._job(name, [], cases, folder, None), self._log(name)):
+            for event in self.host.events(self._job(name, [], cases, folder, None), log):
                 if isinstance(event, Checked):
-                    return event.reason or event.texts
-                if isinstance(event, Broken):
+                    if event.reason is None:
+                        log.unlink(missing_ok=True)
+                        return event.texts
+                    broken = event.reason
+                elif isinstance(event, Broken):
                     broken = event.error
         except TimedOut as error:
             broken = str(error)

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from harness.engine_vllm import Engine
 
 NULL_BLOCKS = 1  # vLLM's block 0 is nobody's
+MOST_SEQUENCES = 512  # of a batch that is to fill the cache: the largest that vLLM captures by default
+FILLING_STEPS = 1024  # that filling the cache takes at most, as long as nobody knows how large it is
+SPARE_STEPS = 4  # the engine works ahead of its client
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,18 @@ def prompt(seed: int, ctx: int, number: int, length: int, vocabulary: int) -> li
     return random.Random(f"{seed}/{ctx}/{number}").choices(range(min(2, vocabulary - 1), vocabulary), k=length)
 
 
-def slack_tokens(window: Window, batches: Sequence[int | None], ctx: int, chunk: int) -> int:
-    """By how much the oldest sequence of a ladder outgrows `ctx`: it decodes while others are prefilled and timed."""
-    known = [batch for batch in batches if batch is not None]
-    chunks = math.ceil(max(known, default=1) * ctx / chunk) if len(batches) > 1 else 0
-    return (len(batches) - 1) * (window.tokens + 1) + chunks + (1024 if None in batches and len(batches) > 1 else 0)
+def slack_tokens(window: Window, batches: Sequence[int | None], ctx: int, chunk: int, capacity: int | None = None) -> int:
+    """By how much the oldest sequence of a ladder outgrows `ctx`: it decodes while others are prefilled and timed.
+
+    chunk: tokens of one step, prompts and decoded ones; capacity: of the engine's cache, None before it is known.
+    """
+    most = max((batch for batch in batches if batch is not None), default=1)
+    fills = None in batches
+    room = max(chunk - (MOST_SEQUENCES if fills else most), chunk // 2, 1)  # beside the sequences that decode
+    steps = math.ceil(most * ctx / room) + SPARE_STEPS if most > 1 or fills else 0
+    if fills:
+        steps = max(steps, FILLING_STEPS if capacity is None else math.ceil(capacity / room) + SPARE_STEPS)
+    return (len(batches) - 1) * (window.tokens + 1) + steps
 
 
 def largest_batch(engine: Engine, tokens: int, most: int) -> int:
@@ -86,8 +96,8 @@ class Ladder:
         clock_ns: Callable[[], int],
         on_round: Callable[[], None] = lambda: None,
     ) -> None:
-        """slack: see slack_tokens.  make_prompt: of a sequence's number and length.  on_round: between rounds, untimed work
-        that must be short."""
+        """slack: see slack_tokens.  make_prompt: of a sequence's number and length.  on_round: at the end of each round, while
+        the engine goes on; what it costs is in the next round if the engine has to wait for it."""
         self.engine, self.ctx, self.window, self.clock_ns, self.on_round = engine, ctx, window, clock_ns, on_round
         self._make_prompt, self._total = make_prompt, window.tokens + slack
         self._length = ctx - window.tokens - max(0, ctx + slack - engine.max_tokens)
@@ -133,15 +143,21 @@ class Ladder:
         """Add sequences up to `batch` and wait until all of them have a token."""
         idle = not self._got
         prompts = [self._make_prompt(number, self._length) for number in range(len(self._got), batch)]
-        start = self.clock_ns()
+        if idle:  # its prompt alone is what its first token waits for
+            start = self.clock_ns()
+            self._submit(prompts.pop(0))
+            while not all(self._got.values()):
+                self._advance()
+            self._ttft_ns = float(self.clock_ns() - start)
         for content in prompts:
-            name = f"{self.ctx}-{len(self._got)}"
-            self.engine.submit(name, content, self._total)
-            self._got[name] = 0
+            self._submit(content)
         while not all(self._got.values()):
-            arrived = self._advance()
-            if idle and self._ttft_ns is None and arrived:
-                self._ttft_ns = float(self.clock_ns() - start)
+            self._advance()
+
+    def _submit(self, content: list[int]) -> None:
+        name = f"{self.ctx}-{len(self._got)}"
+        self.engine.submit(name, content, self._total)
+        self._got[name] = 0
 
     def _advance(self) -> dict[str, int]:
         arrived = {name: count for name, count in self.engine.step().items() if name in self._got}

@@ -25,10 +25,20 @@ from harness.engine_meter import open_meter
 from harness.engine_model import write_folder
 from harness.engine_texts import TOLERANCE, TRAINED_TOLERANCE, Text
 from harness.engine_vllm import Engine, VllmEngine
-from harness.engine_window import DoesNotFit, Ladder, Timed, Uneven, Window, ladders, largest_batch, prompt, slack_tokens
+from harness.engine_window import (
+    MOST_SEQUENCES,
+    DoesNotFit,
+    Ladder,
+    Timed,
+    Uneven,
+    Window,
+    ladders,
+    largest_batch,
+    prompt,
+    slack_tokens,
+)
 
 WATCH_SECONDS = 0.5
-MOST_SEQUENCES = 512  # of a batch that is to fill the cache: the largest that vLLM captures by default
 Cell = tuple[int, int | None]  # context and batch; None: as many as fit
 
 
@@ -183,7 +193,7 @@ def _climb(
     clock_ns: Callable[[], int],
     meter: Callable[[], dict[str, Any]],
 ) -> None:
-    slack = slack_tokens(job.window, batches, ctx, engine.chunk_tokens)
+    slack = slack_tokens(job.window, batches, ctx, engine.chunk_tokens, engine.blocks * engine.block_size)
     readings: list[dict[str, Any]] = []
     ladder: Ladder | None = None
     try:

@@ -30,7 +30,7 @@ def engine_case(ctx: int = 2048, batch: int = 1, **changes: Any) -> EngineCase:
 
 
 class FakeEngine:
-    """Prefills first come first served, a chunk a step, and decodes beside it.
+    """Fills each step with a chunk of prompts, first come first served, decodes beside it, and ends what has all its tokens.
 
     step_ns: of a decode step, by batch.  faults: "preempts" drops a sequence from some steps; "dies" raises when so many
     sequences run.
@@ -41,7 +41,8 @@ class FakeEngine:
         self.sparse, self.selects = sparse, selects
         self.now_ns = 0
         self.waiting: dict[str, int] = {}
-        self.running: dict[str, int] = {}
+        self.running: dict[str, int] = {}  # tokens so far
+        self.wanted: dict[str, int] = {}
         self.prefilled: list[str] = []
         self.cancelled: list[str] = []
         self.preempts = self.repeats_differ = self.wrong = self.closed = False
@@ -55,24 +56,25 @@ class FakeEngine:
 
     def submit(self, name: str, prompt: Sequence[int], tokens: int) -> None:
         assert len(prompt) + tokens <= self.max_tokens
-        self.waiting[name] = len(prompt)
+        self.waiting[name], self.wanted[name] = len(prompt), tokens
 
     def step(self) -> dict[str, int]:
         self._steps += 1
         if self.dies_at is not None and len(self.running) + len(self.waiting) >= self.dies_at:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         arrived = dict.fromkeys(self.running, 1)
-        if self.waiting:
-            self.now_ns += CHUNK_NS
-            name = next(iter(self.waiting))
-            self.waiting[name] -= self.chunk_tokens
-            if self.waiting[name] <= 0:
+        self.now_ns += CHUNK_NS if self.waiting else STEP_NS * len(self.running)
+        room = self.chunk_tokens - len(self.running)
+        for name, left in list(self.waiting.items()):
+            self.waiting[name] -= min(left, room)
+            room -= min(left, room)
+            if self.waiting[name] == 0:
                 del self.waiting[name]
                 self.prefilled.append(name)
-                self.running[name] = 1
                 arrived[name] = 1
-        else:
-            self.now_ns += STEP_NS * len(self.running)
+        for name in arrived:
+            self.running[name] = self.running.get(name, 0) + 1
+        self.running = {name: count for name, count in self.running.items() if count < self.wanted[name]}
         if self.preempts and self._steps % 7 == 0 and len(self.running) > 1:
             arrived.popitem()
         return arrived

@@ -31,7 +31,7 @@ from harness.record import Outcome, Record
 from harness.rerun import case_of
 from harness.run import Event, LeftOut, RecordDone, RunOptions
 from harness.store import Store
-from locks_kernels.shapes import SelectOptions
+from locks_kernels.shapes import SelectOptions, ShapeError
 from locks_kernels.vllm_plugin.settings import Settings
 from reports.page import render
 from reports.panels import panels
@@ -83,6 +83,22 @@ def test_the_slope_is_the_time_of_a_decode_step_and_nothing_else() -> None:
     assert engine.prefilled == [f"2048-{number}" for number in range(4)]  # each once
     climbing.close()
     assert not engine.running and len(engine.cancelled) == 4
+
+
+def test_a_batch_alone_outlives_the_prompts_of_its_newest_sequence(sweep: Callable[..., Any]) -> None:
+    found = [engine_case(2048, 4), engine_case(1024, 1, kv="max")]
+    for case in found:
+        (record,), _ = sweep([case], ("cpu-attn",), FakeHost({"cpu-attn": [FakeEngine()]}))
+        assert record.outcome is Outcome.OK, record.reason
+        assert record.case["batch"] > 1 and record.resolved["longest_context"] > case.ctx
+        assert record.ttft_ns == [-(-case.ctx // 1024) * CHUNK_NS]  # of a prompt alone, not of all that were handed over
+
+
+def test_texts_of_one_model_are_no_reference_for_another(sweep: Callable[..., Any]) -> None:
+    found = [engine_case(), engine_case(seed=1)]
+    other = _with("wrong", FakeEngine())  # its texts differ from those of the first
+    records, _ = sweep(found, ("cpu-attn",), FakeHost({"cpu-attn": [FakeEngine(), other]}))
+    assert [record.outcome for record in records] == [Outcome.OK] * 2
 
 
 def test_a_step_that_leaves_a_sequence_out_gives_no_time() -> None:
@@ -278,6 +294,18 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_experts": 8}')
     with pytest.raises(UserError, match="mixture of experts"):
         read_folder(tmp_path)
+    for text in ("[]", "{", '{"num_hidden_layers": 1, "num_attention_heads": 0, "hidden_size": 64}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match="not one of a dense decoder"):
+            read_folder(tmp_path)
+
+
+def test_a_model_folder_is_not_measured_beyond_what_it_is_made_for(tmp_path: Path) -> None:
+    write_folder(find_model("smollm2-135m"), tmp_path, 8192, "bfloat16")
+    asked = Request(None, "1", None, "engine", None, "auto", "share", 8, 16, "bfloat16", 0, str(tmp_path))
+    assert [case.ctx for case in cases(asked, "cpu")] == [2048]
+    with pytest.raises(UserError, match="131072 is above the 8192 tokens"):
+        cases(asked, "cuda")  # whose contexts are longer where none is asked for
 
 
 def test_the_last_error_of_the_log_is_the_cause(tmp_path: Path) -> None:
@@ -373,8 +401,12 @@ def test_what_a_user_types() -> None:
         ({"level": "token"}, "--batch max is for"),
         ({"level": "token", "batch": "1", "model_path": "x"}, "are for --level engine"),
         ({"model": "llama-3.1-8b", "model_path": "x"}, "both given"),
+        ({"engine_args": '{"kv_cache_dtype": "fp8"}'}, "not measured at this level"),
+        ({"batch": ""}, "--batch '' is not a size"),
+        ({"batch": "max,"}, "--batch '' is not a size"),
+        ({"page_size": 5}, "page_size 5"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises((UserError, ShapeError), match=message):
             cases(replace(asked, **change), "cpu")
     assert parse_engine_args('{"b": 1, "a": 2}') == '{"a": 2, "b": 1}'
 
