@@ -18,7 +18,7 @@ class Workspaces:
     """
 
     def __init__(self, stages: type[Stages], options: SelectOptions) -> None:
-        self._stages, self._options = stages, options
+        self._stages, self.options = stages, options
         self._bases: dict[tuple[int, ...], Stages] = {}
         self._memory: dict[str, torch.Tensor] = {}
 
@@ -37,7 +37,7 @@ class Workspaces:
         lend(next(iter(self._bases.values())), cache, None).finalise_slots(slots)
 
     def _make(self, cache: PagedCache, sequences: Sequences) -> Stages:
-        stages = self._stages(cache, sequences, self._options, None)
+        stages = self._stages(cache, sequences, self.options, None)
         for name, tensor in vars(stages).items():
             if isinstance(tensor, torch.Tensor):
                 memory = self._memory.get(name)

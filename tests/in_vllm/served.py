@@ -19,6 +19,7 @@ def run(
     out: Path,
     settings: object = None,
     watch: bool = False,
+    probe: bool = False,
     environment: dict[str, str] | None = None,
     **args: Any,
 ) -> subprocess.CompletedProcess[str]:
@@ -27,7 +28,7 @@ def run(
     environment = inherited | QUIET | (environment or {})
     if settings is not None:
         environment["LOCKS_VLLM"] = settings if isinstance(settings, str) else json.dumps(settings)
-    job = {"model": str(model), "args": args, "rounds": rounds, "watch": watch, "out": str(out)}
+    job = {"model": str(model), "args": args, "rounds": rounds, "watch": watch, "probe": probe, "out": str(out)}
     return subprocess.run(
         [sys.executable, str(ENGINE)], input=json.dumps(job), text=True, capture_output=True, env=environment, timeout=1800
     )

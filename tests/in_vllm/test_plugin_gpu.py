@@ -20,11 +20,13 @@ if not torch.cuda.is_available():
 
 import gpu_model
 import served
+from probe import SCORE_SHARE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 CONTEXT = 16384
-GAP = 0.1  # nats; the best two of this model are about one apart
+GAP = 0.2  # nats: FlashAttention's rounding against ours moves one by up to 0.11 in this model
 SPARSE_GAP = 0.3  # where rounding may also exchange the last page that is kept for the next one
+OUTPUT_ERROR = 0.02  # relative, bfloat16
 LENGTHS = (16000, 9000, 5003, 300, 16001)  # prefilled 2048 at a time, so that short ones decode among chunks of long ones
 ROUNDS = [
     {"prompts": [gpu_model.prompt(seed, length) for seed, length in enumerate(LENGTHS)], "tokens": [40, 40, 60, 90, 33]},
@@ -87,11 +89,15 @@ def test_decoding_is_replayed_from_full_graphs() -> None:
     assert apart(sparse(), dense(), SPARSE_GAP) != []  # or the budget changes nothing and the tests here show nothing
 
 
-def test_graphs_say_what_single_launches_say() -> None:
-    single = run("single", {"budget": 1024}, **EAGER)
-    assert single["full_graphs"] == 0
-    assert apart(single, sparse(), SPARSE_GAP) == []
-    assert apart(eager(), sparse(), SPARSE_GAP) == []
+@pytest.mark.parametrize(("name", "args"), [("graphs", {}), ("single", EAGER), ("uncompiled", {"enforce_eager": True})])
+def test_every_layer_of_the_last_step_is_what_the_reference_says(name: str, args: dict[str, Any]) -> None:
+    """Texts cannot tell: rounding exchanges pages of a random model, and the
+    compiled model rounds otherwise than the uncompiled one."""
+    more = {**COMMON, "attention_backend": "CUSTOM", **args}
+    told = served.result(model(), ROUNDS[:1], model() / f"probe-{name}.json", {"budget": 1024}, probe=True, **more)["probe"]
+    assert told["layers"] == gpu_model.LAYERS
+    assert told["selected"] >= 4 * gpu_model.LAYERS  # batches of several sizes
+    assert told["lowest"] >= SCORE_SHARE and told["error"] <= OUTPUT_ERROR, told
 
 
 def test_summaries_follow_their_pages() -> None:
