@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.fidelity_record import FidelityRecord
+from harness.fidelity_record import FidelityRecord, LoopRecord
 from harness.store import read
+from reports import closed_loop
 from reports.fidelity import rows
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,16 @@ def test_a_table_is_what_the_records_say(store: str, model: str, sinks: str, tab
 
 def test_there_are_tables() -> None:
     assert len(TABLES) == 5
+
+
+def test_the_table_of_the_closed_loop_is_what_the_records_say() -> None:
+    records = read(ROOT / "reports/published/smollm2-135m-cpu/closed_loop.ndjson", kind=LoopRecord)
+    found = {row["selector"]: row for row in closed_loop.rows(records)}
+    table = TEXT.split("<!-- closed loop -->\n")[1].split("\n\n")[0]
+    assert len(cells(table)) == len(found)
+    for selector, *values in cells(table):
+        for measure, cell in zip(("exact_match", "kept_of_full", "agreement", "kl", "same_text"), values, strict=True):
+            assert float(cell) == pytest.approx(found[selector][measure]["value"], abs=5.1e-4), (selector, measure)
 
 
 def test_what_must_hold_on_a_real_model_holds() -> None:
