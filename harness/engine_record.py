@@ -101,14 +101,16 @@ def finish(record: Record, case: EngineCase, timed: Timed, readings: list[dict[s
     judge(record)
 
 
+def outcome_of(error: str) -> Outcome:
+    """Of an engine that failed, by the line that says why."""
+    if NO_MEMORY.search(error):
+        return Outcome.OOM
+    return Outcome.SKIPPED if NOT_SERVED.search(error) else Outcome.CRASHED
+
+
 def break_off(record: Record, broken: Broken, log: str) -> None:
     """A typed outcome for an engine that failed, with the line that says why."""
     mismatch = BACKENDS[record.backend].mismatch()
-    record.rounds_ns = None
-    if NO_MEMORY.search(broken.error):
-        record.outcome, advice = Outcome.OOM, "; use a smaller --ctx or --batch"
-    elif NOT_SERVED.search(broken.error):
-        record.outcome, advice = Outcome.SKIPPED, ""
-    else:
-        record.outcome, advice = Outcome.CRASHED, ""
+    record.rounds_ns, record.outcome = None, outcome_of(broken.error)
+    advice = "; use a smaller --ctx or --batch" if record.outcome is Outcome.OOM else ""
     record.reason = f"{broken.when}: {broken.error}{advice}" + (f"; {mismatch}" if mismatch else "") + f" (log: {log})"

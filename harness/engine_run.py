@@ -18,7 +18,7 @@ from harness.engine_events import EngineRun
 from harness.engine_gate import prompt_lengths
 from harness.engine_host import EngineProcess, Host, TimedOut
 from harness.engine_model import read_folder
-from harness.engine_record import TIMER, blank
+from harness.engine_record import TIMER, blank, outcome_of
 from harness.engine_texts import Text
 from harness.engine_worker import Broken, Cell, Checked, EngineJob
 from harness.record import Outcome, Record
@@ -104,11 +104,10 @@ class _Sweep:
                 continue
             sparse = not BACKENDS[name].dense
             if sparse and reference is None:
-                found = self._reference(cases, folder)
-                if isinstance(found, str):
-                    self._all(todo, name, Outcome.SKIPPED, found)
+                reference, outcome, reason = self._reference(cases, folder)
+                if reference is None:
+                    self._all(todo, name, outcome, f"no dense engine to compare its texts with: {reason}")
                     continue
-                reference = found
             texts = self._engines(name, todo, cases, folder, reference)
             if reference is None and not sparse:
                 reference = texts
@@ -136,31 +135,40 @@ class _Sweep:
 
     def _refused(self, case: EngineCase, name: str) -> bool:
         """Whether there is no use in starting an engine; then the row says why."""
-        reason = dict(case.model.unsupported).get("engine") or BACKENDS[name].unavailable(case.device) or no_memory(case)
-        if reason:
+        if reason := dict(case.model.unsupported).get("engine") or BACKENDS[name].unavailable(case.device):
             self._all([case], name, Outcome.SKIPPED, reason)
+        elif reason := no_memory(case):
+            self._all([case], name, Outcome.OOM, reason)
         return reason is not None
 
-    def _reference(self, cases: list[EngineCase], folder: Path) -> list[Text] | str:
-        """Texts of a dense engine that is started for nothing else, or why there are none."""
-        device = cases[0].device
-        name = next(name for name in DEFAULT_BACKENDS[device] if BACKENDS[name].dense)
-        if reason := BACKENDS[name].unavailable(device):
-            return f"no dense engine to compare its texts with: {name}: {reason}"
+    def _reference(self, cases: list[EngineCase], folder: Path) -> tuple[list[Text] | None, Outcome, str]:
+        """Texts of a dense engine that is started for nothing else; or None, how the last one ended, and why there are none."""
+        outcome, reasons = Outcome.SKIPPED, []
+        for name in DEFAULT_BACKENDS[cases[0].device]:
+            if BACKENDS[name].dense:
+                texts, outcome, reason = self._texts_of(name, cases, folder)
+                if texts is not None:
+                    return texts, outcome, reason
+                reasons.append(f"{name}: {reason}")
+        return None, outcome, "; ".join(reasons)
+
+    def _texts_of(self, name: str, cases: list[EngineCase], folder: Path) -> tuple[list[Text] | None, Outcome, str]:
+        if reason := BACKENDS[name].unavailable(cases[0].device):
+            return None, Outcome.SKIPPED, reason
         self._say(cases[0], f"starting an engine with {name} for texts to compare with")
-        broken, log = "it said nothing", self._log(name)
+        outcome, broken, log = Outcome.CRASHED, "it said nothing", self._log(name)
         try:
             for event in self.host.events(self._job(name, [], cases, folder, None), log):
                 if isinstance(event, Checked):
                     if event.reason is None:
                         log.unlink(missing_ok=True)
-                        return event.texts
-                    broken = event.reason
-                elif isinstance(event, Broken):
-                    broken = event.error
+                        return event.texts, Outcome.OK, ""
+                    return None, Outcome.SKIPPED, event.reason
+                if isinstance(event, Broken):
+                    outcome, broken = outcome_of(event.error), event.error
         except TimedOut as error:
-            broken = str(error)
-        return f"no dense engine to compare its texts with: {name}: {broken}"
+            outcome, broken = Outcome.TIMEOUT, str(error)
+        return None, outcome, f"{broken} (log: {log.parent.name}/{log.name})"
 
     def _engines(
         self, name: str, todo: list[EngineCase], cases: list[EngineCase], folder: Path, reference: list[Text] | None
