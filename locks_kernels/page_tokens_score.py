@@ -2,6 +2,9 @@
 
 The rows of BLOCK_P pages are one matrix; its product with the group's queries gives all logits of these pages at once, whose
 log-sum-exps are the scores.  The block table is read one block ahead.
+
+A product has at least 16 channels and 8 columns.  Where rows are narrow, PACK tokens lie side by side in one row of the matrix,
+and the queries are a block diagonal: neither a load nor an exponential is spent on padding.
 """
 
 # The bodies of kernels are not Python to a type checker.
@@ -22,7 +25,8 @@ from locks_kernels.shapes import DecodeShape
 LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK_BYTES = 1 << 14  # of rows, STAGES of them in flight in each of about four programs of a multiprocessor
 MAX_BLOCK_P = 32
-LEAST_WIDTH = 16  # of a matrix product
+LEAST_WIDTH, LEAST_COLUMNS = 16, 8  # of a matrix product
+NARROW = 32  # channels of a row up to which two tokens share one
 WARPS = 4
 STAGES = 3
 PROGRAMS = 2048  # four waves of four programs on each of 132 multiprocessors
@@ -53,7 +57,7 @@ def _score_kernel(
     OPERAND: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
+    PACK: tl.constexpr,
     PROJECT: tl.constexpr,
     PAGE: tl.constexpr,
     RECENT: tl.constexpr,
@@ -70,33 +74,37 @@ def _score_kernel(
     if (first >= scored) | (pages <= KEPT):
         return
 
-    # what a row is multiplied with, [WIDTH_PAD, GROUP_PAD]
+    # what a row is multiplied with, [PACK * WIDTH, PACK * GROUP_PAD]: the queries once for each token of a row
     offs_d = tl.arange(0, HEAD_DIM)
-    offs_w = tl.arange(0, WIDTH_PAD)
+    offs_w = tl.arange(0, PACK * WIDTH)
+    offs_n = tl.arange(0, PACK * GROUP_PAD)
+    mask_n = offs_n % GROUP_PAD < GROUP
+    from_d = offs_d if PROJECT else offs_w % WIDTH
+    q_ptr = query_ptr + b * stride_qb + (h * GROUP + offs_n % GROUP_PAD)[None, :] * stride_qh + from_d[:, None]
+    weight = tl.load(q_ptr, mask=mask_n[None, :], other=0.0).to(OPERAND)
+    if PROJECT:
+        a_ptr = axes_ptr + h * (HEAD_DIM * WIDTH) + offs_d[None, :] * WIDTH + (offs_w % WIDTH)[:, None]
+        weight = tl.dot(tl.load(a_ptr).to(OPERAND), weight).to(OPERAND)
+    if PACK > 1:
+        weight = tl.where((offs_w // WIDTH)[:, None] == (offs_n // GROUP_PAD)[None, :], weight, 0.0).to(OPERAND)
+
     offs_g = tl.arange(0, GROUP_PAD)
     mask_g = offs_g < GROUP
-    q_ptr = query_ptr + b * stride_qb + (h * GROUP + offs_g)[None, :] * stride_qh + offs_d[:, None]
-    weight = tl.load(q_ptr, mask=mask_g[None, :], other=0.0).to(OPERAND)
-    if PROJECT:
-        a_ptr = axes_ptr + h * (HEAD_DIM * WIDTH) + offs_d[None, :] * WIDTH + offs_w[:, None]
-        axes = tl.load(a_ptr, mask=(offs_w < WIDTH)[:, None], other=0.0).to(OPERAND)
-        weight = tl.dot(axes, weight).to(OPERAND)
-
     o_ptr = out_ptr + b * stride_ob + (h * GROUP + offs_g)[None, :] * stride_oh
     entry_ptr = table_ptr + b * stride_tb
     offs_p = first + tl.arange(0, BLOCK_P)
-    offs_r = tl.arange(0, BLOCK_P * PAGE)
-    page_r = first + offs_r // PAGE
+    ROWS: tl.constexpr = PAGE // PACK
+    offs_r = tl.arange(0, BLOCK_P * ROWS)
+    page_r = first + offs_r // ROWS
     page = tl.load(entry_ptr + page_r, mask=page_r < scored, other=0)
     top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     for _ in range(BLOCKS):
         # Rows behind the last page are those of page 0 and are not stored.
-        at = page.to(tl.int64) * stride_rp + h * stride_rh + (offs_r % PAGE) * stride_rt  # [BLOCK_P * PAGE]
+        at = page.to(tl.int64) * stride_rp + h * stride_rh + (offs_r % ROWS) * (PACK * stride_rt)  # [BLOCK_P * ROWS]
         page_r += BLOCK_P
         page = tl.load(entry_ptr + page_r, mask=page_r < scored, other=0)
-        r_ptr = row_ptr + at[:, None] + offs_w[None, :]
-        rows = tl.load(r_ptr) if WIDTH == WIDTH_PAD else tl.load(r_ptr, mask=(offs_w < WIDTH)[None, :], other=0.0)
+        rows = tl.load(row_ptr + at[:, None] + offs_w[None, :])
         logits = tl.dot(rows.to(OPERAND), weight) * (softmax_scale * LOG2E)
         by_page = tl.reshape(logits, (BLOCK_P, PAGE, GROUP_PAD))
         largest = tl.max(by_page, 1)  # [BLOCK_P, GROUP_PAD]
@@ -160,7 +168,7 @@ def _append_kernel(
 
 def blocks_of(shape: DecodeShape, sequences: Sequences, width: int) -> tuple[int, int, int]:
     """Pages of a block, programs of the scorer per sequence and KV head, and the blocks that each of them takes."""
-    pages = BLOCK_BYTES // (shape.page_size * max(LEAST_WIDTH, width) * shape.element_bytes)
+    pages = BLOCK_BYTES // (shape.page_size * width * shape.element_bytes)
     block = max(1, min(MAX_BLOCK_P, pages))
     blocks = triton.cdiv(sequences.max_pages, block)
     per_program = max(1, min(MAX_BLOCKS, sequences.batch * shape.kv_heads * blocks // PROGRAMS))
@@ -180,6 +188,8 @@ def score(
     """`page_tokens.score` into `out`; arguments as those of page_vectors_score.score, `programs` those of blocks_of."""
     width = tokens.rows.shape[-1]
     block, programs, per_program = blocks_of(shape, sequences, width)
+    pack = max(2 if width <= NARROW else 1, LEAST_WIDTH // width)
+    assert pack == 1 or tokens.rows.stride(2) == width, "tokens that share a row lie side by side"
     _score_kernel[(shape.kv_heads, programs, sequences.batch)](
         query,
         tokens.rows,
@@ -195,11 +205,11 @@ def score(
         shape.kv_heads,
         shape.softmax_scale,
         GROUP=shape.group,
-        GROUP_PAD=max(8, triton.next_power_of_2(shape.group)),
+        GROUP_PAD=max(LEAST_COLUMNS // pack, triton.next_power_of_2(shape.group)),
         OPERAND=tl.float32 if triton.knobs.runtime.interpret else TRITON_DTYPE[shape.dtype],  # it cannot multiply bfloat16
         HEAD_DIM=shape.head_dim,
         WIDTH=width,
-        WIDTH_PAD=max(LEAST_WIDTH, width),
+        PACK=pack,
         PROJECT=tokens.axes is not None,
         PAGE=shape.page_size,
         RECENT=recent_pages,

@@ -16,7 +16,7 @@ from locks_kernels.selectors.base import Steps, page_mass
 from locks_kernels.shapes import DecodeShape
 
 kernels = pytest.importorskip("locks_kernels.page_tokens_score")
-SHAPES = [DecodeShape(8, 2, 64), DecodeShape(5, 1, 128, page_size=32, dtype="float16")]
+SHAPES = [DecodeShape(8, 2, 64), DecodeShape(2, 2, 64), DecodeShape(5, 1, 128, page_size=32, dtype="float16")]
 
 
 def built(cache: PagedCache, sequences: Sequences, form: str) -> PageTokens:
