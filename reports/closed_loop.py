@@ -17,7 +17,7 @@ from rich.text import Text
 
 from harness.fidelity_record import LoopRecord
 from harness.record import Outcome
-from reports.fidelity import Row, number, ratio, sink_text
+from reports.fidelity import Row, number, ratio, reasons, sink_text
 
 
 def rows(records: Iterable[LoopRecord]) -> list[Row]:
@@ -89,8 +89,8 @@ def report(table: Sequence[Row]) -> RenderableType:
             if row["samples"]:
                 shown.add_row(*(cell(row) for _, cell in COLUMNS))
             else:
-                shown.add_row(row["selector"], row["label"], Text(f"{row['outcome']}: {row['reason']}", overflow="fold"))
-        parts += [shown, Text(_note(measured))]
+                shown.add_row(row["selector"], row["label"], row["outcome"])
+        parts += [shown, Text("\n".join([_note(measured), *reasons(members)]) + "\n")]
     return Group(*parts)
 
 
@@ -106,4 +106,4 @@ def _note(measured: Sequence[Row]) -> str:
     ]
     if idle := [row["selector"] for row in measured if not row["active"]]:
         lines.append(f"Attended everything somewhere, so not a selection: {', '.join(idle)}.")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)

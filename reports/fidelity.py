@@ -139,7 +139,7 @@ def report(table: Sequence[Row], closing: Sequence[str] = ()) -> RenderableType:
             if row["samples"]:
                 shown.add_row(*(cell(row) for _, cell in columns))
             else:
-                shown.add_row(row["selector"], row["label"], Text(f"{row['outcome']}: {row['reason']}", overflow="fold"))
+                shown.add_row(row["selector"], row["label"], row["outcome"])
         parts += [shown, Text(_note(members))]
     return Group(*parts, *map(Text, closing))
 
@@ -171,9 +171,9 @@ def theory_lines(promises: dict[str, Any] | None) -> list[str]:
 
 
 def _note(members: Sequence[Row]) -> str:
-    measured = [row for row in members if row["samples"]]
+    measured, missing = [row for row in members if row["samples"]], reasons(members)
     if not measured:
-        return "nothing could be measured"
+        return "\n".join(["nothing could be measured", *missing])
     row = max(measured, key=lambda row: row["samples"])
     energy = ", ".join(f"r{rank} {value:.2f}" for rank, value in row["energy"].items())
     cases = ", ".join(f"{name} {row[f'retention_{name}_strict']['cases']:,}" for name in DENOMINATORS)
@@ -187,7 +187,16 @@ def _note(members: Sequence[Row]) -> str:
         lines.append("Synthetic keys: how selectors behave on this structure, no claim about any model.")
     if idle := [row["selector"] for row in measured if not row["active"]]:
         lines.append(f"Attended everything somewhere, so not a selection: {', '.join(idle)}.")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *missing]) + "\n"
+
+
+def reasons(members: Sequence[Row]) -> list[str]:
+    """A line for every reason why selectors have no numbers."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for row in members:
+        if not row["samples"]:
+            found[f"{row['outcome']}: {row['reason']}"].append(row["selector"])
+    return [f"{', '.join(names)}: {reason}" for reason, names in found.items()]
 
 
 def number(cell: dict[str, Any], interval: bool = False) -> str:

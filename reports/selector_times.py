@@ -36,7 +36,7 @@ class Times:
     def sentence(self, store: str) -> str:
         return (
             f"us/layer: one attention step of a layer of {self.model} at {short_size(self.ctx)} x {self.batch}, budget "
-            f"{self.budget}, {self.machine}, from the records in {store}; - where there is no kernel."
+            f"{self.budget}, {self.machine}, from the records in {store}; - where it has no kernel, or found its data in L2."
         )
 
 
