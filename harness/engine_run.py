@@ -21,6 +21,7 @@ from harness.engine_model import read_folder
 from harness.engine_record import TIMER, blank, outcome_of
 from harness.engine_texts import Text
 from harness.engine_worker import Broken, Cell, Checked, EngineJob
+from harness.errors import UserError
 from harness.record import Outcome, Record
 from harness.run import RETRIED, BackendStarted, CaseStarted, Event, LeftOut, RecordDone, RecordStore, RunOptions
 from harness.store import resume_key
@@ -220,9 +221,13 @@ class _Sweep:
         )
 
     def _log(self, name: str) -> Path:
-        self.engine_options.logs.mkdir(parents=True, exist_ok=True)
+        logs = self.engine_options.logs
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{logs} cannot be a folder for logs ({error.strerror}); choose another --store DIR") from error
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        return self.engine_options.logs / f"{stamp}-{next(self.numbers)}-{name}.log"
+        return logs / f"{stamp}-{next(self.numbers)}-{name}.log"
 
     def _all(self, cases: Sequence[EngineCase], name: str, outcome: Outcome, reason: str) -> None:
         for case in cases:

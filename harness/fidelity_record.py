@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.record import Outcome
+from harness.record import Line, Outcome
 
 SCHEMA = 1
 FILE = "fidelity.ndjson"  # beside records.jsonl, whose readers do not look at it
@@ -19,7 +19,7 @@ DENOMINATORS = ("all", "oracle", "retrieval")
 
 
 @dataclass
-class FidelityRecord:
+class FidelityRecord(Line):
     """One line of a store.  Means are over the steps, layers and query heads of one trace; absent is None, never 0.
 
     trace        what it is (model, task, seed, context, haystack) and what it is like (tokens, agreement, spectral energy)
@@ -54,20 +54,9 @@ class FidelityRecord:
     sink_pages: int = 1
     schema: int = SCHEMA
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> FidelityRecord:
-        """A record from parsed JSON; unknown keys are dropped, TypeError if a required one is absent."""
-        known = {f.name for f in fields(cls)}
-        record = cls(**{name: value for name, value in data.items() if name in known})
-        record.outcome = Outcome(record.outcome)
-        return record
-
 
 @dataclass
-class LoopRecord:
+class LoopRecord(Line):
     """One line of a store: one prompt that the model answered with a selector in the place of full attention.
 
     answers           how many there are; `found` of them are in the text, `full_found` in what full attention says
@@ -99,17 +88,6 @@ class LoopRecord:
     active: bool | None = None
     sink_pages: int = 1
     schema: int = SCHEMA
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> LoopRecord:
-        """As FidelityRecord.from_dict."""
-        known = {f.name for f in fields(cls)}
-        record = cls(**{name: value for name, value in data.items() if name in known})
-        record.outcome = Outcome(record.outcome)
-        return record
 
 
 def source_hash(*more: str) -> str:

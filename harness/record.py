@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self, cast
 
 SCHEMA = 1
 
@@ -26,8 +26,25 @@ class Outcome(StrEnum):
     INVALID = "INVALID"
 
 
+class Line:
+    """What any dataclass that is a line of a store can do."""
+
+    outcome: Outcome
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(cast(Any, self)), separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """From parsed JSON; unknown keys of newer schemas are dropped, TypeError if a required one is absent."""
+        known = {field.name for field in fields(cast(Any, cls))}
+        record = cls(**{name: value for name, value in data.items() if name in known})
+        record.outcome = Outcome(record.outcome)
+        return record
+
+
 @dataclass
-class Record:
+class Record(Line):
     """One line of a store.
 
     key           hash of everything that makes a measurement the same one again (see store.resume_key)
@@ -80,14 +97,3 @@ class Record:
     read_roof_tbps: float | None = None
     environment: dict[str, Any] = field(default_factory=dict)
     schema: int = SCHEMA
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"), allow_nan=False)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Record:
-        """A record from parsed JSON; unknown keys of newer schemas are dropped, TypeError if a required one is absent."""
-        known = {f.name for f in fields(cls)}
-        record = cls(**{name: value for name, value in data.items() if name in known})
-        record.outcome = Outcome(record.outcome)
-        return record

@@ -231,6 +231,12 @@ def test_another_flash_attention_than_the_name_says_is_no_row_of_it(sweep: Calla
     assert host.jobs[0].arguments["attention_config"] == {"backend": "FLASH_ATTN", "flash_attn_version": 3}
 
 
+def test_a_store_without_room_for_logs_is_bad_input(sweep: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(UserError, match="logs cannot be a folder"):
+        sweep([engine_case()], ("cpu-attn",), FakeHost({}))
+
+
 def test_silence_is_a_timeout(sweep: Callable[..., Any]) -> None:
     host = FakeHost({})
     host.silent = True
