@@ -18,6 +18,7 @@ from locks_kernels.cost import kv_bytes
 
 Row = dict[str, Any]
 TIMED = (Outcome.OK, Outcome.THROTTLED)
+ENGINE_APART = 1.1  # longest sequences of two engines that count as set up alike
 LAUNCH_BOUND = 1.2  # eager over graph: above this the host's launches take longer than the kernels without a graph
 FAIR_SHARE = 0.7  # of the read roof, which a scorer should reach where its bytes alone take FAIR_FLOOR_US or more
 FAIR_FLOOR_US = 25.0
@@ -106,6 +107,12 @@ def _compare(row: Row, rival: Row) -> None:
         # On a CPU time is not made of bytes alone.
         if speedup > 1.01 * ratio and row["device"] == "cuda" and row["backend"] != rival["backend"]:
             row["flags"].append(f"speed-up {speedup:.2f} is above the byte ratio {ratio:.2f} to {rival['backend']}")
+    own, other = (one["resolved"].get("max_tokens") for one in (row, rival))
+    if own and other and max(own, other) > ENGINE_APART * min(own, other):
+        row["warnings"].append(
+            f"its engine is set up for sequences of {own:,} tokens and that of {rival['backend']} for {other:,}: ask for both "
+            "in one command and another --store"
+        )
 
 
 def _comparable(record: Record) -> str:
@@ -113,7 +120,8 @@ def _comparable(record: Record) -> str:
     case = {name: value for name, value in record.case.items() if name != "kv"}
     plan = (record.kv or {}).get("plan") or ""
     share = plan if plan.startswith("tp=") else None
-    return json.dumps([case, share, _machine(record), record.timer], sort_keys=True)
+    engine = record.resolved.get("vllm")  # its version, at level engine
+    return json.dumps([case, share, _machine(record), record.timer, engine], sort_keys=True)
 
 
 def _machine(record: Record) -> str | None:

@@ -107,7 +107,7 @@ class FakeEngine:
             "block_bytes": 26_624 if self.sparse else 24_576,
             "stock_block_bytes": 24_576,
         }
-        return {"layers": [layer] * 30, "graphs": "NONE", "vllm": "fake", "chunk_tokens": self.chunk_tokens}
+        return {"layers": [layer] * 30, "graphs": "NONE", "vllm": "fake", "max_tokens": self.max_tokens}
 
 
 class FakeHost:

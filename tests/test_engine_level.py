@@ -144,6 +144,16 @@ def test_a_second_run_starts_no_engine_and_one_backend_alone_finds_its_reference
     assert nobody.jobs == [] and outcomes(again) == outcomes(records)
 
 
+def test_engines_that_are_set_up_for_other_lengths_are_no_fair_pair(sweep: Callable[..., Any]) -> None:
+    sweep([engine_case(1024)], BOTH[:1], FakeHost({"cpu-attn": [FakeEngine()]}))
+    found = [engine_case(1024), engine_case(4096)]
+    records, _ = sweep(found, BOTH, FakeHost({"cpu-attn": [FakeEngine()], "locks": [FakeEngine(sparse=True)]}))
+    assert [len(row["warnings"]) for row in rows(records)] == [0, 1, 0, 0]
+    assert "sequences of 4,096 tokens and that of cpu-attn for 1,024" in rows(records)[1]["warnings"][0]
+    records[0].resolved["vllm"] = "another"
+    assert rows(records)[1]["best_dense"] is None
+
+
 def test_a_sparse_backend_alone_is_checked_against_an_engine_started_for_that(sweep: Callable[..., Any]) -> None:
     host = FakeHost({"cpu-attn": [FakeEngine()], "locks": [FakeEngine(sparse=True)]})
     records, _ = sweep([engine_case()], ("locks",), host)
