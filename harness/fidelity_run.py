@@ -155,8 +155,13 @@ def _samples(plan: Plan) -> Iterator[tuple[dict[str, Any], Callable[[], Trace]]]
 
 
 def loaded(plan: Plan) -> tuple[trace_model.TraceModel, Haystack]:
-    """The plan's model and haystack; UserError if the context is more than the model was made for."""
-    model = trace_model.load(plan.model, plan.path)
+    """The plan's model and haystack; UserError if the folder holds no model, or the context is more than it was made for."""
+    try:
+        model = trace_model.load(plan.model, plan.path)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises anything over a config.json that it does not expect
+        raise UserError(f"the model in {plan.path or plan.model} cannot be loaded: {type(error).__name__}: {error}") from error
     if model.window is not None and plan.ctx > model.window:
         raise UserError(f"{model.name} was made for {model.window} tokens; use a --ctx of at most that")
     return model, Haystack.builtin() if plan.haystack is None else Haystack.file(plan.haystack)
