@@ -153,7 +153,7 @@ def test_command_answers_once_and_shows_a_table(tmp_path: Path, monkeypatch: pyt
 def test_a_folder_that_transformers_chokes_on_is_bad_input(tmp_path: Path) -> None:
     for text in ("[]", '{"model_type": "llama", "num_attention_heads": 0, "hidden_size": 8}'):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError, match="cannot be loaded: (Type|ZeroDivision)Error"):
+        with pytest.raises(UserError, match=r"cannot be loaded: (Type|ZeroDivision)Error"):
             invoke(tmp_path, "--model-path", str(tmp_path))
 
 
