@@ -20,11 +20,4 @@ def open_meter(uuid: str | None) -> Callable[[], dict[str, Any]]:
         gpu = Gpu(pynvml, find_handle(pynvml, Identity(uuid, None, 0)))
     except (pynvml.NVMLError, NoMeters):
         return dict
-    return lambda: {
-        "default_sm_mhz": gpu.default_sm_mhz,
-        "sm_mhz": gpu.sm_mhz(),
-        "memory_mhz": gpu.memory_mhz(),
-        "power_w": gpu.power_w(),
-        "temperature_c": gpu.temperature_c(),
-        "events": gpu.events(),
-    }
+    return lambda: {"default_sm_mhz": gpu.default_sm_mhz, **gpu.reading()}

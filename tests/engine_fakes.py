@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.engine import EngineCase
 from harness.engine_host import TimedOut
+from harness.engine_meter import open_meter
 from harness.engine_texts import Text
 from harness.engine_worker import EngineEvent, EngineJob, run
 from harness.presets import find_model
@@ -118,6 +119,7 @@ class FakeHost:
         self.jobs: list[EngineJob] = []
         self.logs = Path()
         self.silent = False
+        self.open_meter = open_meter
 
     def events(self, job: EngineJob, log: Path) -> Iterator[EngineEvent]:
         self.jobs.append(job)
@@ -135,5 +137,5 @@ class FakeHost:
             return engine
 
         clock = (lambda: 0) if isinstance(engine, Exception) else engine.clock_ns
-        run(job, said.append, make, None, clock)
+        run(job, said.append, make, None, clock, self.open_meter)
         yield from said

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_fakes import CHUNK_NS, STEP_NS, FakeEngine, FakeHost, engine_case
+from fake_nvml import UUIDS, FakeNvml
 from rich.console import Console
 
 from harness.engine import EngineBackend, EngineCase
+from harness.engine_meter import open_meter
 from harness.engine_run import EngineOptions, run_engines
 from harness.engine_window import Ladder, Uneven, Window
 from harness.errors import UserError
@@ -245,6 +248,19 @@ def test_a_store_without_room_for_logs_is_bad_input(sweep: Callable[..., Any], t
     (tmp_path / "logs").touch()
     with pytest.raises(UserError, match="logs cannot be a folder"):
         sweep([engine_case()], ("cpu-attn",), FakeHost({}))
+
+
+def test_rounds_at_low_clocks_are_set_aside_or_too_many(sweep: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = iter([1980.0, 300.0] + [1980.0] * 3)  # the first one is of the probe
+    nvml = FakeNvml(sm_mhz=lambda: next(clocks, 300.0), event_bits=0x20)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    host = FakeHost({"cpu-attn": [FakeEngine()]})
+    host.open_meter = lambda uuid: open_meter(UUIDS[1])
+    one, two = sweep([engine_case(), engine_case(batch=2)], BOTH[:1], host)[0]
+    assert one.meters["sm_mhz"] == [300.0, 1980.0, 1980.0, 1980.0, 300.0] and one.meters["source"] == "nvml"
+    assert one.meters["slow_share"] == 0.4 and len(one.rounds_ns) == 5, "too many to leave out"
+    assert two.meters["slow_share"] == 1.0
+    assert open_meter("GPU-of nobody")() == open_meter(None)() == {}
 
 
 def test_silence_is_a_timeout(sweep: Callable[..., Any]) -> None:

@@ -80,6 +80,16 @@ class Gpu:
         sample = self.instant_power()
         return self.average_w() if sample is None else sample.watts
 
+    def reading(self) -> dict[str, Any]:
+        """Everything once, by the names of a record's meters."""
+        return {
+            "sm_mhz": self.sm_mhz(),
+            "memory_mhz": self.memory_mhz(),
+            "power_w": self.power_w(),
+            "temperature_c": self.temperature_c(),
+            "events": self.events(),
+        }
+
     def _default_sm_mhz(self) -> float | None:
         """What the device runs at if nothing holds it back."""
         clock = self._read("default_sm_mhz", "nvmlDeviceGetDefaultApplicationsClock", self.nvml.NVML_CLOCK_SM)

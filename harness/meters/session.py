@@ -85,16 +85,7 @@ class GpuCaseMeters:
 
     def round(self, backend: str) -> None:
         """Read everything once, at the end of a round of `backend`, while the clocks are still those it ran at."""
-        gpu = self._gpu
-        self._rounds[backend].append(
-            {
-                "sm_mhz": gpu.sm_mhz(),
-                "memory_mhz": gpu.memory_mhz(),
-                "power_w": gpu.power_w(),
-                "temperature_c": gpu.temperature_c(),
-                "events": gpu.events(),
-            }
-        )
+        self._rounds[backend].append(self._gpu.reading())
 
     def fill(self, record: Record, contestant: Contestant) -> None:
         """Put the readings into the record, set slow rounds aside, and measure the energy of more of the same launches."""
