@@ -45,11 +45,14 @@ def trust(panel: Panel) -> list[str]:
             f"{count(len(flagged), 'speed-up')} above the ratio of the bytes, so one of two numbers must be wrong; "
             "not counted above."
         )
-    if unfair := sorted({entry.row["backend"] for entry in good if entry.row["warnings"]}):
+    warned = [entry.row for entry in good if entry.row["warnings"]]
+    if unfair := sorted({row["backend"] for row in warned if row["level"] != "engine"}):
         sentences.append(
             f"Scorers that stay below 70 % of the read roof over long contexts: {listing(unfair)}. Their methods could do "
             "better than their kernels here."
         )
+    if apart := sum(row["level"] == "engine" for row in warned):
+        sentences.append(f"{count(apart, 'row')} of level engine beside an engine that was set up for other lengths.")
     if any(entry.row["device"] == "cpu" for entry in good):
         sentences.append("These rows were measured on a CPU and claim no performance.")
     return sentences

@@ -23,6 +23,7 @@ from harness.record import Outcome, Record
 from harness.rerun import case_of
 from harness.run import Event, LeftOut, RecordDone, RunOptions
 from harness.store import Store
+from reports.evidence import trust
 from reports.page import render
 from reports.panels import panels
 from reports.payload import page_data
@@ -153,6 +154,8 @@ def test_engines_that_are_set_up_for_other_lengths_are_no_fair_pair(sweep: Calla
     records, _ = sweep(found, BOTH, FakeHost({"cpu-attn": [FakeEngine()], "locks": [FakeEngine(sparse=True)]}))
     assert [len(row["warnings"]) for row in rows(records)] == [0, 1, 0, 0]
     assert "sequences of 4,096 tokens and that of cpu-attn for 1,024" in rows(records)[1]["warnings"][0]
+    told = " ".join(sentence for panel in panels(records) for sentence in trust(panel))
+    assert "1 row of level engine beside an engine that was set up for other lengths" in told and "Scorers" not in told
     records[0].resolved["vllm"] = "another"
     assert rows(records)[1]["best_dense"] is None
 
