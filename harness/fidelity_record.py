@@ -15,6 +15,7 @@ from harness.record import Line, Outcome
 SCHEMA = 1
 FILE = "fidelity.ndjson"  # beside records.jsonl, whose readers do not look at it
 LOOP_FILE = "closed_loop.ndjson"
+FACTS = ("tokens", "steps", "layers", "shape", "agrees", "energy")  # of a trace: what it is like, the rest is what it is
 DENOMINATORS = ("all", "oracle", "retrieval")
 
 
@@ -53,6 +54,11 @@ class FidelityRecord(Line):
     active: bool | None = None
     sink_pages: int = 1
     schema: int = SCHEMA
+
+    def cell(self) -> str:
+        """What was asked, whichever version of the code answered."""
+        trace = {name: value for name, value in self.trace.items() if name not in FACTS}
+        return json.dumps([trace, self.selector, self.budget, self.sink_pages], sort_keys=True)
 
 
 @dataclass

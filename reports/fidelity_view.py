@@ -21,15 +21,18 @@ MEASURES = ("mass_of_oracle", "recall", "error", "retention_oracle_strict")
 
 
 def load(stores: Iterable[Path | str], on_note: Callable[[str], None]) -> list[FidelityRecord]:
-    """Latest fidelity record of each key that lies in or beside the given stores; none is no error."""
+    """Latest fidelity record of each cell that lies in or beside the given stores; none is no error.
+
+    Not of each key: what an older version of the code said of the same sample would count as another sample.
+    """
     folders = [path if path.is_dir() else path.parent for path in map(Path, stores)]
     files = sorted({file.resolve() for folder in folders for file in folder.rglob(FILE)})
     latest: dict[str, FidelityRecord] = {}
     for file in files:
         for record in read(file, on_note, FidelityRecord):
-            known = latest.get(record.key)
+            known = latest.get(record.cell())
             if known is None or record.time >= known.time:
-                latest[record.key] = record
+                latest[record.cell()] = record
     return sorted(
         latest.values(), key=lambda record: (record.trace["model"], record.trace["ctx"], record.selector, record.budget)
     )

@@ -124,7 +124,7 @@ def fidelity() -> list[FidelityRecord]:
                         key=f"{selector}-{budget}-{sample}",
                         time="2026-01-01T00:00:00Z",
                         command="locks-bench fidelity",
-                        trace={"model": "llama-3.1-8b", "ctx": 8192, "agrees": 1.0, "energy": {"8": 0.9}},
+                        trace={"model": "llama-3.1-8b", "ctx": 8192, "seed": sample, "agrees": 1.0, "energy": {"8": 0.9}},
                         selector=selector,
                         declaration={
                             **{"label": selector, "granularity": "KV head", "forced_in_budget": True},

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -212,6 +213,9 @@ def test_fidelity_stands_beside_the_bytes_and_the_time_of_the_same_model(tmp_pat
     notes: list[str] = []
     loaded = load_fidelity([tmp_path, tmp_path / "run" / "records.jsonl"], notes.append)
     assert len(loaded) == len(records) and "cut off" in notes[0]
+    again = [replace(record, key=record.key + "x", time="2026-02-01T00:00:00Z") for record in records]  # by other code
+    (tmp_path / "fidelity.ndjson").write_text("".join(record.to_json() + "\n" for record in again))
+    assert {record.key for record in load_fidelity([tmp_path], notes.append)} == {record.key for record in again}
     page = Page(render([typical(case(ctx=8192), "locks"), typical(case(ctx=8192), "fa3")], fidelity=loaded))
     data = page.data()
     shown = {(row["selector"], row["budget"]): row for row in data["fidelity"]}
