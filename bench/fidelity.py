@@ -25,7 +25,9 @@ def fidelity(
     budget: Annotated[str, typer.Option(help="Tokens attended, or shares of the context: 512,1%.")] = "512",
     sink_pages: Annotated[int, typer.Option(min=0, max=16, help="First pages kept without looking, inside the budget.")] = 1,
     samples: Annotated[int, typer.Option(min=1, help="Samples; the tasks take turns.")] = 4,
-    tasks: Annotated[str | None, typer.Option(help="ruler-like tasks, or all.  [default: those with carriers]")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="ruler-like tasks, or all.  [default: with carriers; closed loop: easy ones]")
+    ] = None,
     selectors: Annotated[str, typer.Option(help="Names, default or all.")] = "default",
     kvzip: Annotated[bool, typer.Option("--kvzip", help="Let the model repeat its context for KVzip (slow).")] = False,
     closed_loop: Annotated[
