@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bench import output
+from bench import arguments, output
 from harness.errors import UserError
 from harness.store import load
 
@@ -27,12 +27,16 @@ def report(
         str | None,
         typer.Option("--figures", metavar="DIR", help="Write the figures there too, as PNG and SVG (needs matplotlib)."),
     ] = None,
+    backends: Annotated[str | None, typer.Option(help="Only these in the files of --figures, such as fa3,locks.")] = None,
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "LOCKS decode benchmark",
 ) -> None:
     """Write the report of stored records.  Needs no GPU and measures nothing."""
     if plotly not in PLOTLY:
         raise UserError(f"--plotly {plotly!r} is not known; use one of {', '.join(PLOTLY)}")
     records = load(stores, output.say)
+    drawn = {record.backend for record in records} if backends is None else set(arguments.names(backends))
+    if missing := drawn - {record.backend for record in records}:
+        raise UserError(f"no record of {', '.join(sorted(missing))}; `locks-bench show` lists what a store has")
 
     from reports import draw, fidelity_view, page, site
 
@@ -49,7 +53,7 @@ def report(
             target = site.write(stores, Path(to), title, output.say)
         output.say(f"{target}: {len(records)} rows, {target.stat().st_size / 1e6:.1f} MB")
         if figures:
-            for file in draw.write(records, Path(figures)):
+            for file in draw.write([record for record in records if record.backend in drawn], Path(figures)):
                 output.say(str(file))
     except OSError as error:
         raise UserError(f"{error.filename or to} cannot be written ({error.strerror}); choose another place with -o") from error

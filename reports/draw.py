@@ -21,6 +21,9 @@ MARKERS = {
     **{"cross": "P", "x": "X", "star": "*", "hexagon": "h"},
 }
 DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+HATCHES = {"solid": "", "dash": "//", "dot": "..", "dashdot": "xx"}  # bars of one colour are told apart like lines
+LEGEND_INSIDE = 8  # entries; more stand beside the axes
+FEW_FLOORS = 4  # more of them are drawn only where they are lines
 DRAWN = ("latency", "speedup", "throughput", "bytes", "stages", "roof")
 FORMATS = ("png", "svg")
 SETTINGS: Any = {"svg.hashsalt": "locks-bench", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
@@ -86,8 +89,10 @@ def _lines(
 
 def _latency(axes: Any, part: Slice, rows: Rows, used: dict[str, dict[str, str]]) -> None:
     _lines(axes, part, rows, used, "latency_us", "latency_ci95_us")
-    for place, floor in enumerate(part["floors"]):
-        values = [_value(rows, index, "floor_us") for index in floor["rows"]]
+    floors = [[_value(rows, index, "floor_us") for index in floor["rows"]] for floor in part["floors"]]
+    for place, (floor, values) in enumerate(zip(part["floors"], floors, strict=True)):
+        if len(floors) > FEW_FLOORS and sum(value == value for value in values) < 2:
+            continue
         axes.plot(part["at"], values, color="black", linewidth=1, linestyle=(":", "-.")[place % 2], label=floor["name"])
     _axes(axes, part["at"], "context, tokens", short_size, "latency, µs")
     axes.set_yscale("log")
@@ -112,7 +117,17 @@ def _axes(axes: Any, at: list[int], title: str, words: Callable[[int], str], val
     axes.set_xlabel(title)
     axes.set_ylabel(value)
     axes.grid(color="#d5d9df", linewidth=0.6)
-    axes.legend(fontsize=8, frameon=False)
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    entries = len(axes.get_legend_handles_labels()[1])
+    if entries <= LEGEND_INSIDE:
+        axes.legend(fontsize=8, frameon=False)
+        return
+    width, height = axes.figure.get_size_inches()
+    axes.figure.set_size_inches(width + 2.4, max(height, 0.19 * entries + 0.6))
+    axes.figure.legend(fontsize=8, frameon=False, loc="outside right upper")
 
 
 def _speedup(axes: Any, part: Slice, rows: Rows, used: dict[str, dict[str, str]]) -> None:
@@ -150,7 +165,7 @@ def _bytes(axes: Any, part: Slice, rows: Rows, used: dict[str, dict[str, str]]) 
     axes.margins(x=0.15)
     axes.invert_yaxis()
     axes.set_xlabel("MB per step")
-    axes.legend(fontsize=8, frameon=False)
+    _legend(axes)
 
 
 def _stages(axes: Any, part: Slice, rows: Rows, used: dict[str, dict[str, str]]) -> None:
@@ -159,14 +174,16 @@ def _stages(axes: Any, part: Slice, rows: Rows, used: dict[str, dict[str, str]])
     for place, index in enumerate(part["rows"]):
         row = rows[index]
         at = [position + (place - (len(part["rows"]) - 1) / 2) * width for position in range(len(names))]
-        axes.bar(at, [row["stages_us"].get(name, math.nan) for name in names], width, color=used[row["backend"]]["color"])
-        axes.bar([0], [math.nan], color=used[row["backend"]]["color"], label=row["backend"])
+        style = used[row["backend"]]
+        look = {"color": style["color"], "hatch": HATCHES[style["dash"]], "edgecolor": "white", "linewidth": 0}
+        axes.bar(at, [row["stages_us"].get(name, math.nan) for name in names], width, **look)
+        axes.bar([0], [math.nan], label=row["backend"], **look)
         floors = [(row["stage_floors_us"] or {}).get(name, math.nan) for name in names]
         left, right = [one - width / 2 for one in at], [one + width / 2 for one in at]
         axes.hlines(floors, left, right, color="black", label=None if place else "floor: bytes at the read roof")
     axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names])
     axes.set_ylabel("time, µs")
-    axes.legend(fontsize=8, frameon=False)
+    _legend(axes)
 
 
 def _value(rows: Rows, index: int, field: str) -> float:

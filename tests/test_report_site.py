@@ -64,6 +64,22 @@ def test_figures_as_files_are_the_same_twice(tmp_path: Path) -> None:
     assert [digest(file) for file in files] == [digest(file) for file in again]
 
 
+def test_a_legend_of_many_backends_stands_beside_the_axes() -> None:
+    from matplotlib.figure import Figure
+
+    for count, beside in ((3, False), (20, True)):
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for index in range(count):
+            axes.plot([1, 2], [1, 2], label=f"backend {index}")
+        draw._legend(axes)
+        assert bool(figure.legends) == beside and (axes.get_legend() is None) == beside
+        figure.draw_without_rendering()
+        if beside:
+            assert figure.legends[0].get_window_extent().x0 >= axes.get_window_extent().x1
+            assert figure.legends[0].get_window_extent().y0 >= 0
+
+
 def digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -76,11 +92,19 @@ def test_command_writes_page_site_and_figures(tmp_path: Path) -> None:
     made = RUNNER.invoke(app, ["report", str(folder), "-o", str(tmp_path / "site"), "--figures", str(tmp_path / "figures")])
     assert made.exit_code == 0, made.output
     assert (tmp_path / "site" / "index.html").exists() and len(list((tmp_path / "figures").iterdir())) >= 10
+    few = ["--figures", str(tmp_path / "few"), "--backends", "fa3,locks"]
+    assert RUNNER.invoke(app, ["report", str(folder), "-o", str(tmp_path / "r.html"), *few]).exit_code == 0
+    text = next((tmp_path / "few").glob("*-latency-*.svg")).read_text()
+    assert "<!-- locks -->" in text and "<!-- flashinfer -->" not in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--plotly", "somewhere"], "use one of inline, cdn, directory"), (["-o", "/dev/null/report.html"], "cannot be written")],
+    [
+        (["--figures", "f", "--backends", "fa3,mine"], "no record of mine"),
+        (["--plotly", "somewhere"], "use one of inline, cdn, directory"),
+        (["-o", "/dev/null/report.html"], "cannot be written"),
+    ],
 )
 def test_bad_input_says_what_to_do(tmp_path: Path, arguments: list[str], message: str) -> None:
     done = RUNNER.invoke(app, ["report", str(store(tmp_path / "run", grid()[:4])), *arguments])
