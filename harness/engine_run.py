@@ -157,18 +157,19 @@ class _Sweep:
         if reason := BACKENDS[name].unavailable(cases[0].device):
             return None, Outcome.SKIPPED, reason
         self._say(cases[0], f"starting an engine with {name} for texts to compare with")
-        outcome, broken, log = Outcome.CRASHED, "it said nothing", self._log(name)
+        texts, outcome, broken, log = None, Outcome.CRASHED, "it said nothing", self._log(name)
         try:
             for event in self.host.events(self._job(name, [], cases, folder, None), log):
-                if isinstance(event, Checked):
-                    if event.reason is None:
-                        log.unlink(missing_ok=True)
-                        return event.texts, Outcome.OK, ""
-                    return None, Outcome.SKIPPED, event.reason
-                if isinstance(event, Broken):
+                if isinstance(event, Checked):  # it then ends by itself, and leaves no shared memory behind
+                    texts = event.texts if event.reason is None else None
+                    outcome, broken = Outcome.SKIPPED, event.reason or ""
+                elif isinstance(event, Broken) and texts is None:
                     outcome, broken = outcome_of(event.error), event.error
         except TimedOut as error:
             outcome, broken = Outcome.TIMEOUT, str(error)
+        if texts is not None:
+            log.unlink(missing_ok=True)
+            return texts, Outcome.OK, ""
         return None, outcome, f"{broken} (log: {log.parent.name}/{log.name})"
 
     def _engines(
