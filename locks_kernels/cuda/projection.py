@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from locks_kernels.cuda.inputs import check_tensor
 from locks_kernels.cuda.program import Kernel
 from locks_kernels.layer_ops import NORM_EPSILON, NewToken
 
@@ -62,7 +63,10 @@ def _launch_shape(units: int, rows_of_unit: int, device: torch.device) -> tuple[
 
 
 def _run(name: str, defined: Mapping[str, object], units: int, rows_of_unit: int, tensors: tuple, rest: tuple) -> None:
-    device = tensors[0].device
+    x, gain, weight, *_ = tensors
+    device = x.device
+    for what, tensor in (("x", x), ("gain", gain), ("weight", weight)):
+        check_tensor(what, tensor, tuple(tensor.shape), x.dtype, device)
     blocks, each = _launch_shape(units, rows_of_unit, device)
     _kernel(name, tuple(sorted(defined.items())), device).launch((blocks, 1, 1), (*tensors, units, each, *rest))
 

@@ -23,32 +23,6 @@ constexpr uint32 EXCLUDED = 0xffffffffu;         // key of a page that is not ra
 constexpr int CANDIDATES = THREADS / 8;           // keys of one bin that are ranked directly, eight threads each
 constexpr int COPIES = 16;                       // of the histogram: at most two lanes meet at an address, whatever the data
 
-// Exponent of 2 to subtract from a head's scores (x), and what its best page then has (y), from the scorer's parts; one warp.
-__device__ __forceinline__ float2 normaliser(const float2* parts, int first, int last, bool share) {
-    constexpr int AT_ONCE = 8;
-    float largest = LOWEST, sum = 0.f;
-    for (int from = first + threadIdx.x % 32; from < last + static_cast<int>(threadIdx.x % 32); from += 32 * AT_ONCE) {
-        float2 part[AT_ONCE];
-        float next = largest;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) part[i] = from + 32 * i < last ? parts[from + 32 * i] : make_float2(LOWEST, 0.f);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) next = fmaxf(next, part[i].x);
-        sum *= exp2_fast(largest - next);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) sum = fmaf(part[i].y, exp2_fast(part[i].x - next), sum);
-        largest = next;
-    }
-    float top = largest;
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, apart));
-    sum *= exp2_fast(largest - top);
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
-    const float offset = share ? top + log2_fast(sum * G) : top;
-    return make_float2(offset, exp2_fast(top - offset));
-}
-
 // scores [B, kv_heads * G, score_stride] nats; partials [B, kv_heads * G, score_blocks * subs] as `score` leaves them;
 // tables [B, kv_heads, table_pages]: page ids, ascending, -1 behind the last.  A sequence of at most table_pages pages keeps all of
 // them, others `kept`.

@@ -1,5 +1,5 @@
-// The scorer's work list.  The scored pages, sequence after sequence, form one list that is cut into equal runs, one per block.
-// `select` uses the same arithmetic to find the blocks that scored a sequence.
+// The scorer's work list, and what it leaves of each run.  The scored pages, sequence after sequence, form one list that is cut into
+// equal runs, one per block.  `select` uses the same arithmetic to find the blocks that scored a sequence.
 #pragma once
 #include "common.cuh"
 
@@ -33,3 +33,29 @@ struct WorkList {
         return static_cast<uint32>((static_cast<uint64>(page + 1) * blocks - 1) / total);
     }
 };
+
+// Exponent of 2 to subtract from a head's scores (x), and what its best page then has (y), from the scorer's parts; one warp.
+__device__ __forceinline__ float2 normaliser(const float2* parts, int first, int last, bool share) {
+    constexpr int AT_ONCE = 8;
+    float largest = LOWEST, sum = 0.f;
+    for (int from = first + threadIdx.x % 32; from < last + static_cast<int>(threadIdx.x % 32); from += 32 * AT_ONCE) {
+        float2 part[AT_ONCE];
+        float next = largest;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) part[i] = from + 32 * i < last ? parts[from + 32 * i] : make_float2(LOWEST, 0.f);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) next = fmaxf(next, part[i].x);
+        sum *= exp2_fast(largest - next);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) sum = fmaf(part[i].y, exp2_fast(part[i].x - next), sum);
+        largest = next;
+    }
+    float top = largest;
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, apart));
+    sum *= exp2_fast(largest - top);
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
+    const float offset = share ? top + log2_fast(sum * G) : top;
+    return make_float2(offset, exp2_fast(top - offset));
+}
