@@ -30,6 +30,8 @@ NOT_SERVED = re.compile(
     re.I,
 )
 
+DEVICE_ERROR = re.compile(r"CUDA (driver )?error|cudaError|CUDA_ERROR|NCCL error", re.I)  # says "not supported", too
+
 
 def blank(case: EngineCase, name: str, key: str, command: str, environment: dict[str, Any], batch: int | None) -> Record:
     """A row before anything is known.  batch: as tried, where the case leaves it to the engine."""
@@ -105,7 +107,8 @@ def outcome_of(error: str) -> Outcome:
     """Of an engine that failed, by the line that says why."""
     if NO_MEMORY.search(error):
         return Outcome.OOM
-    return Outcome.SKIPPED if NOT_SERVED.search(error) else Outcome.CRASHED
+    refused = NOT_SERVED.search(error) and not DEVICE_ERROR.search(error)
+    return Outcome.SKIPPED if refused else Outcome.CRASHED
 
 
 def break_off(record: Record, broken: Broken, log: str) -> None:

@@ -225,6 +225,7 @@ def test_an_engine_that_dies_takes_one_row_with_it(sweep: Callable[..., Any]) ->
     [
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "OOM"),
         (ValueError("No available memory for the cache blocks"), "OOM"),
+        (RuntimeError("CUDA error: operation not supported"), "CRASHED"),
         (ValueError("Selected backend FLASHINFER is not valid for this configuration. Reason: [...]"), "SKIPPED"),
         (ModuleNotFoundError("No module named 'vllm'"), "SKIPPED"),
         (RuntimeError("something else"), "CRASHED"),
