@@ -64,14 +64,14 @@ def _measure(
     on_event: Callable[[Event], None],
 ) -> list[Record]:
     """Cells of level engine by their own runner, which shares an engine between them; the others before them."""
-    from harness.engine import EngineCase
+    from harness.engine.cells import EngineCase
     from harness.run import run_sweep
 
     begun = time.monotonic()
     engine_cases = [case for case in cases if isinstance(case, EngineCase)]
     records = run_sweep([case for case in cases if case not in engine_cases], backends, store, options, on_event)
     if engine_cases:
-        from harness.engine_run import EngineOptions, run_engines
+        from harness.engine.run import EngineOptions, run_engines
 
         if options.time_budget_s is not None:
             options = replace(options, time_budget_s=options.time_budget_s - (time.monotonic() - begun))

@@ -10,7 +10,7 @@ from bench import arguments, output, request
 from bench.execute import Wishes, execute, open_store
 from bench.options import Device, RowsJson, StoreDirectory, Strict, TimeBudget
 from harness import backends as known_backends
-from harness import engine
+from harness.engine import cells as engine
 from reports.table import NO_CLAIM
 
 

@@ -14,7 +14,8 @@ from bench import output
 from bench.request import LEVELS
 from bench.suite import load_suite
 from bench.suite import names as suite_names
-from harness import backends, engine, presets
+from harness import backends, presets
+from harness.engine import cells as engine
 from harness.libraries import BY_BACKEND, Library
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, cast
 
 from bench import arguments
 from harness.case import Case, Level
-from harness.engine import CPU_BLOCK, LEVEL, MAX, EngineCase, parse_engine_args
-from harness.engine_model import read_folder
+from harness.engine.cells import CPU_BLOCK, LEVEL, MAX, EngineCase, parse_engine_args
+from harness.engine.model import read_folder
 from harness.errors import UserError
 from harness.memory import local_shape
 from harness.presets import find_model, nearest

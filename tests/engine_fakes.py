@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.engine import EngineCase
-from harness.engine_host import TimedOut
-from harness.engine_meter import open_meter
-from harness.engine_texts import Text
-from harness.engine_worker import EngineEvent, EngineJob, run
+from harness.engine.cells import EngineCase
+from harness.engine.host import TimedOut
+from harness.engine.meter import open_meter
+from harness.engine.texts import Text
+from harness.engine.worker import EngineEvent, EngineJob, run
 from harness.presets import find_model
 from locks_kernels.shapes import SelectOptions
 

@@ -14,10 +14,10 @@ from engine_fakes import CHUNK_NS, STEP_NS, FakeEngine, FakeHost, engine_case
 from fake_nvml import UUIDS, FakeNvml
 from rich.console import Console
 
-from harness.engine import EngineBackend, EngineCase
-from harness.engine_meter import open_meter
-from harness.engine_run import EngineOptions, run_engines
-from harness.engine_window import Ladder, Uneven, Window
+from harness.engine.cells import EngineBackend, EngineCase
+from harness.engine.meter import open_meter
+from harness.engine.run import EngineOptions, run_engines
+from harness.engine.window import Ladder, Uneven, Window
 from harness.errors import UserError
 from harness.record import Outcome, Record
 from harness.rerun import case_of

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench.request import Request, cases
-from harness.engine import BACKENDS, parse_engine_args, plugin_options, resolve
-from harness.engine_gate import prompt_lengths
-from harness.engine_model import read_folder, write_folder
-from harness.engine_texts import TOLERANCE, Text, compare
-from harness.engine_window import prompt
+from harness.engine.cells import BACKENDS, parse_engine_args, plugin_options, resolve
+from harness.engine.gate import prompt_lengths
+from harness.engine.model import read_folder, write_folder
+from harness.engine.texts import TOLERANCE, Text, compare
+from harness.engine.window import prompt
 from harness.errors import UserError
 from harness.presets import find_model, models
 from locks_kernels.shapes import SelectOptions, ShapeError

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from engine_fakes import engine_case
 
-from harness.engine_host import EngineProcess, TimedOut
-from harness.engine_window import Window
-from harness.engine_worker import Broken, EngineJob, root_cause
+from harness.engine.host import EngineProcess, TimedOut
+from harness.engine.window import Window
+from harness.engine.worker import Broken, EngineJob, root_cause
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,7 +84,7 @@ def test_a_sweep_that_was_killed_leaves_no_engine_behind(tmp_path: Path) -> None
     script.write_text(
         f"import sys; sys.path[:0] = {[fake_vllm(tmp_path, started), str(ROOT), str(ROOT / 'tests')]}\n"
         "from pathlib import Path\n"
-        "from harness.engine_host import EngineProcess\n"
+        "from harness.engine.host import EngineProcess\n"
         "from test_engine_process import job\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "if __name__ == '__main__': list(EngineProcess(300).events(job(folder), folder / 'log'))\n"

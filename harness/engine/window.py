@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from harness.engine_vllm import Engine
+from harness.engine.driver import Engine
 
 NULL_BLOCKS = 1  # vLLM's block 0 is nobody's
 MOST_SEQUENCES = 512  # of a batch that is to fill the cache: the largest that vLLM captures by default

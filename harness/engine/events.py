@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.engine import EngineCase
-from harness.engine_record import break_off, fill, finish
-from harness.engine_texts import Text
-from harness.engine_worker import Broken, Cell, CellFailed, CellTimed, Checked, Measuring, Started
+from harness.engine.cells import EngineCase
+from harness.engine.record import break_off, fill, finish
+from harness.engine.texts import Text
+from harness.engine.worker import Broken, Cell, CellFailed, CellTimed, Checked, Measuring, Started
 from harness.record import Outcome, Record
 
 

@@ -7,9 +7,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from harness.engine import BACKENDS, EngineCase
-from harness.engine_window import Timed
-from harness.engine_worker import Broken, Started
+from harness.engine.cells import BACKENDS, EngineCase
+from harness.engine.window import Timed
+from harness.engine.worker import Broken, Started
 from harness.meters.throttle import set_slow_rounds_aside
 from harness.outcome import judge
 from harness.record import Outcome, Record

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.engine import BACKENDS, DUMMY, EngineCase
-from harness.engine_record import GRAPHS
-from harness.engine_window import Window, slack_tokens
-from harness.engine_worker import Cell
+from harness.engine.cells import BACKENDS, DUMMY, EngineCase
+from harness.engine.record import GRAPHS
+from harness.engine.window import Window, slack_tokens
+from harness.engine.worker import Cell
 from harness.memory import DeviceMemory
 from harness.weights import resident_weight_bytes
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from harness.engine_texts import TOP, Text
+from harness.engine.texts import TOP, Text
 
 ENVIRONMENT = {  # unless the user says otherwise
     "HF_HUB_OFFLINE": "1",
@@ -60,7 +60,7 @@ class VllmEngine:
         import vllm
 
         self._vllm = vllm
-        self._llm = vllm.LLM(worker_extension_cls="harness.engine_inside.EngineExtension", **arguments)
+        self._llm = vllm.LLM(worker_extension_cls="harness.engine.inside.EngineExtension", **arguments)
         self._engine: Any = self._llm.llm_engine
         config = self._engine.vllm_config
         self.blocks, self.block_size = int(config.cache_config.num_gpu_blocks), int(config.cache_config.block_size)

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.case import Model
-from harness.engine import BACKENDS
-from harness.engine_gate import check, prompt_lengths
-from harness.engine_meter import open_meter
-from harness.engine_model import write_folder
-from harness.engine_texts import TOLERANCE, TRAINED_TOLERANCE, Text
-from harness.engine_vllm import Engine, VllmEngine
-from harness.engine_window import (
+from harness.engine.cells import BACKENDS
+from harness.engine.gate import check, prompt_lengths
+from harness.engine.meter import open_meter
+from harness.engine.model import write_folder
+from harness.engine.texts import TOLERANCE, TRAINED_TOLERANCE, Text
+from harness.engine.driver import Engine, VllmEngine
+from harness.engine.window import (
     MOST_SEQUENCES,
     DoesNotFit,
     Ladder,

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from harness import environment
-from harness.engine import BACKENDS, PLUGIN_VARIABLE, EngineCase, plugin_options
-from harness.engine import DEFAULT as DEFAULT_BACKENDS
-from harness.engine_arguments import arguments, cell_of, no_memory, window
-from harness.engine_events import EngineRun
-from harness.engine_gate import prompt_lengths
-from harness.engine_host import EngineProcess, Host, TimedOut
-from harness.engine_model import read_folder
-from harness.engine_record import TIMER, blank, outcome_of
-from harness.engine_texts import Text
-from harness.engine_worker import Broken, Cell, Checked, EngineJob
+from harness.engine.cells import BACKENDS, PLUGIN_VARIABLE, EngineCase, plugin_options
+from harness.engine.cells import DEFAULT as DEFAULT_BACKENDS
+from harness.engine.arguments import arguments, cell_of, no_memory, window
+from harness.engine.events import EngineRun
+from harness.engine.gate import prompt_lengths
+from harness.engine.host import EngineProcess, Host, TimedOut
+from harness.engine.model import read_folder
+from harness.engine.record import TIMER, blank, outcome_of
+from harness.engine.texts import Text
+from harness.engine.worker import Broken, Cell, Checked, EngineJob
 from harness.errors import UserError
 from harness.record import Outcome, Record
 from harness.run import RETRIED, BackendStarted, CaseStarted, Event, LeftOut, RecordDone, RecordStore, RunOptions

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from harness.engine_worker import Broken, EngineEvent, EngineJob, serve
+from harness.engine.worker import Broken, EngineEvent, EngineJob, serve
 
 
 class Host(Protocol):

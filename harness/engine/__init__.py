@@ -1,0 +1,1 @@
+"""Level `engine`: time per output token inside an unmodified vLLM (docs/engine.md)."""
