@@ -28,8 +28,8 @@ from typing import Any
 from bench import arguments
 from bench.request import Device, Request, cases
 from harness import backends as known_backends
-from harness.engine import cells as engine
 from harness.case import Case
+from harness.engine import cells as engine
 from harness.errors import UserError
 from harness.presets import nearest
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from harness.engine.texts import Text, compare, furthest
 from harness.engine.driver import Engine
+from harness.engine.texts import Text, compare, furthest
 
 PLUGIN = "locks_kernels.vllm_plugin."
 SHORT_TOKENS = 512

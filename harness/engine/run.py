@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import environment
+from harness.engine.arguments import arguments, cell_of, no_memory, window
 from harness.engine.cells import BACKENDS, PLUGIN_VARIABLE, EngineCase, plugin_options
 from harness.engine.cells import DEFAULT as DEFAULT_BACKENDS
-from harness.engine.arguments import arguments, cell_of, no_memory, window
 from harness.engine.events import EngineRun
 from harness.engine.gate import prompt_lengths
 from harness.engine.host import EngineProcess, Host, TimedOut

@@ -20,11 +20,11 @@ from typing import Any
 
 from harness.case import Model
 from harness.engine.cells import BACKENDS
+from harness.engine.driver import Engine, VllmEngine
 from harness.engine.gate import check, prompt_lengths
 from harness.engine.meter import open_meter
 from harness.engine.model import write_folder
 from harness.engine.texts import TOLERANCE, TRAINED_TOLERANCE, Text
-from harness.engine.driver import Engine, VllmEngine
 from harness.engine.window import (
     MOST_SEQUENCES,
     DoesNotFit,
