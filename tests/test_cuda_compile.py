@@ -119,11 +119,11 @@ def test_kernels_compile_do_not_spill_and_wait(name: str, arch: str, tmp_path: P
 
 # columns, epilogue, norm, D: most registers a thread.  Up to 128, two blocks share an SM.
 PROJECTIONS = {
-    (4096, "qkv", True, 128): 64,
-    (3584, "qkv_bias", True, 128): 64,
+    (4096, "qkv", True, 128): 128,
+    (3584, "qkv_bias", True, 128): 128,
     (576, "bias", True, 2): 64,
-    (4096, "silu_mul", True, 2): 64,
-    (4096, "none", True, 2): 64,
+    (4096, "silu_mul", True, 2): 128,
+    (4096, "none", True, 2): 128,
     (14336, "add", False, 2): 128,
     (28672, "add", False, 2): 160,  # llama-3.1-70b's
 }
