@@ -6,3 +6,5 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from vllm_world import world as world  # a fixture of several files

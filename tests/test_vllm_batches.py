@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_vllm
 import pytest
 import torch
+from vllm_world import BLOCKS, BUDGET, FRESH, HQ, LONG, PAGE, SHAPE, SHORT, WIDTH, D, H, paged, prefilled
 
 from locks_kernels import reference
 from locks_kernels.cache import PagedCache, Sequences
@@ -26,110 +23,6 @@ from locks_kernels.summary import RecordLayout
 from locks_kernels.vllm_plugin import limits, settings
 from locks_kernels.vllm_plugin.pages import padded_bytes, page_cache, tail_bytes
 from locks_kernels.vllm_plugin.workspace import Workspaces
-
-HQ, H, D, PAGE, BLOCKS, WIDTH = 4, 2, 64, 16, 64, 24
-SHAPE = DecodeShape(HQ, H, D, PAGE)
-BUDGET = 80
-
-
-def paged(order: str = "HND") -> torch.Tensor:
-    """vLLM's cache of one layer, [BLOCKS, H, PAGE, 2 D] with padded pages, of garbage."""
-    dense_bytes = H * PAGE * 2 * D * 2
-    stride = padded_bytes(dense_bytes, SHAPE) // 2
-    storage = torch.full((BLOCKS * stride,), 7.0, dtype=torch.bfloat16)
-    inner = (PAGE * 2 * D, 2 * D) if order == "HND" else (2 * D, H * 2 * D)
-    return storage.as_strided((BLOCKS, H, PAGE, 2 * D), (stride, *inner, 1))
-
-
-class World:
-    """An engine of two layers and whatever sequences a test puts into it."""
-
-    def __init__(self, said: dict[str, Any], order: str = "HND", **more: Any) -> None:
-        from locks_kernels.vllm_plugin import gpu
-
-        self.modules = {}
-        self.config = fake_vllm.engine(self.modules, **more)
-        fake_vllm.CONFIG.append(self.config)
-        for index in range(2):
-            impl = gpu.LocksImpl(HQ, D, D**-0.5, H)
-            self.modules[f"model.layers.{index}.attn"] = SimpleNamespace(impl=impl, kv_cache=paged(order))
-        spec = fake_vllm.FullAttentionSpec(block_size=PAGE, num_kv_heads=H, head_size=D, dtype=torch.bfloat16)
-        self.spec = gpu.LocksBackend.customize_spec(spec)
-        self.builder = gpu.LocksBuilder(self.spec, list(self.modules), self.config, torch.device("cpu"))
-        self.generator = torch.Generator().manual_seed(0)
-
-    @property
-    def layers(self) -> list[Any]:
-        return list(self.modules.values())
-
-    def random(self, *size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=self.generator).bfloat16()
-
-    def step(self, rows: list[tuple[list[int], int, int]], padding: int = 0) -> tuple[torch.Tensor, Any]:
-        """Rows of (block ids, tokens before, new tokens): write and attend in all layers.  Outputs [layers, T, HQ, D]."""
-        new = [count for _, _, count in rows]
-        starts = torch.tensor([0, *new]).cumsum(0).int()
-        table = torch.zeros(len(rows), WIDTH, dtype=torch.int32)
-        slots = []
-        for row, (blocks, before, count) in enumerate(rows):
-            table[row, : len(blocks)] = torch.tensor(blocks)
-            slots += [blocks[at // PAGE] * PAGE + at % PAGE for at in range(before, before + count)]
-        lens = torch.tensor([before + count for _, before, count in rows], dtype=torch.int32)
-        total = sum(new)
-        common = fake_vllm.Common(
-            starts, starts, lens, len(rows), total, max(new), int(lens.max()), table, torch.tensor(slots), lens
-        )
-        metadata = self.builder.build(0, common)
-        outputs = []
-        for layer in self.layers:
-            query = self.random(total + padding, HQ + 2 * H, D)  # fused: rows of the query lie apart
-            layer.query, keys, values = query.split((HQ, H, H), 1)
-            out = torch.full((total + padding, HQ, D), float("nan"), dtype=torch.bfloat16)
-            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, common.slot_mapping)
-            outputs.append(layer.impl.forward(layer, layer.query, keys, values, layer.kv_cache, metadata, out)[:total])
-        return torch.stack(outputs), SimpleNamespace(starts=starts.tolist(), table=table, lens=lens, metadata=metadata)
-
-    def dense(self, layer: Any, at: Any, row: int) -> torch.Tensor:
-        tokens = slice(at.starts[row], at.starts[row + 1])
-        return fake_vllm.dense(layer.query[tokens], layer.kv_cache, at.table[row], int(at.lens[row]), D**-0.5)
-
-    def sparse(self, layer: Any, at: Any, rows: int) -> torch.Tensor:
-        """The reference's step for the first `rows` rows."""
-        cache = page_cache(layer.kv_cache, SHAPE)
-        sequences = Sequences(at.table[:rows], at.lens[:rows])
-        stages = ReferenceStages(cache, sequences, SelectOptions(BUDGET))
-        out = torch.empty(rows, HQ, D, dtype=torch.bfloat16)
-        stages.score(layer.query[:rows])
-        stages.select()
-        stages.attend(layer.query[:rows], out)
-        return out
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Makes a World from settings."""
-
-    def make(said: dict[str, Any] | None = None, **more: Any) -> World:
-        monkeypatch.setenv(settings.VARIABLE, json.dumps({"budget": BUDGET, **(said or {})}))
-        settings.current.cache_clear()
-        from locks_kernels.vllm_plugin import gpu
-
-        monkeypatch.setattr(gpu, "choose", lambda *given: ("reference", ReferenceStages))
-        return World(said or {}, **more)
-
-    with fake_vllm.installed(fake_vllm.Registry()):
-        yield make
-    settings.current.cache_clear()
-    fake_vllm.CONFIG.clear()
-
-
-LONG, SHORT, FRESH = list(range(1, 13)), list(range(20, 24)), list(range(30, 36))
-
-
-def prefilled(w: World) -> None:
-    """190 tokens on LONG in two chunks, and 40 on SHORT."""
-    w.step([(LONG, 0, 100)])
-    w.step([(LONG, 100, 90), (SHORT, 0, 40)])
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
@@ -343,31 +236,3 @@ def test_batch_sizes_share_one_memory_and_keep_no_cache() -> None:
     gc.collect()
     assert freed() is None
     assert again.cache is not None
-
-
-def test_the_probe_of_the_tests_inside_vllm_sees_what_it_should(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right step passes; a table without the best page, and an output of another table, do not."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "in_vllm"))
-    from probe import SCORE_SHARE, Probe
-
-    from locks_kernels.vllm_plugin import layers
-
-    monkeypatch.setattr(layers.Served, "stages", layers.Served.stages)  # put back behind the test
-    w, probe = world(), Probe()
-    for name, module in w.modules.items():
-        module.layer_name = name
-    probe.install()
-    prefilled(w)
-    w.step([(LONG, 190, 1), (SHORT, 40, 1)])
-    told = probe.judge(w.modules)
-    assert (told["layers"], told["rows"], told["selected"]) == (2, 4, 2)
-    assert told["lowest"] >= SCORE_SHARE and told["error"] < 0.01
-    step = next(iter(probe.steps.values()))
-    right = step["tables"].clone()
-    step["tables"][0, :, 1:-1] = torch.arange(1, BUDGET // PAGE - 1).flip(0) % 11 + 1
-    step["tables"][0] = step["tables"][0].sort(-1).values
-    worse = probe.judge(w.modules)
-    assert worse["lowest"] < SCORE_SHARE or worse["error"] > 0.01
-    step["tables"].copy_(right)
-    step["output"] += 0.5
-    assert probe.judge(w.modules)["error"] > 0.1
