@@ -38,4 +38,5 @@ def show(
     kept = [row for row in table if all(row[name] in values for name, values in wanted.items())]
     if not kept:
         raise UserError(f"none of the {len(table)} rows there match; the same command without filters shows them")
-    output.show_rows(kept, json_to)
+    # Cells of one case stand together, whichever run measured them.
+    output.show_rows(sorted(kept, key=lambda row: (row["level"], row["model"], row["ctx"], row["batch"])), json_to)

@@ -27,6 +27,11 @@ def sweep(
     asked = load_suite(suite)
     seconds = arguments.seconds(time_budget, "--time-budget") if time_budget is not None else None
     output.check_target(json_to)
+    if asked.device == "cuda" and (device == "cpu" or device_of("auto") == "cpu"):
+        raise UserError(
+            f"suite {asked.name} needs a CUDA GPU; `locks-bench doctor` says whether one can be used here, "
+            "`locks-bench sweep smoke` runs on a CPU"
+        )
     used = device_of(asked.device or device if device == "auto" else device)
     if asked.device not in (None, used):
         raise UserError(f"suite {asked.name} is for device {asked.device}; leave --device out")

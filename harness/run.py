@@ -89,7 +89,8 @@ def run_sweep(
         return []
     device = cases[0].device
     settings = Settings(device, environment.capture(device), options.command)
-    sweep = _Sweep(store, on_event, settings, make_measurer or _measurer(options))
+    named = {name for case in cases for name in (backends(case) if callable(backends) else backends)}
+    sweep = _Sweep(store, on_event, settings, make_measurer or _measurer(options, named))
     start = time.monotonic()
     try:
         for index, case in enumerate(cases, start=1):
@@ -100,9 +101,12 @@ def run_sweep(
     return sweep.records
 
 
-def _measurer(options: RunOptions) -> Callable[[Settings], Measurer]:
+def _measurer(options: RunOptions, named: Iterable[str]) -> Callable[[Settings], Measurer]:
+    """A process of its own, which may die or hang, but for our own backends on a CPU: they start faster without."""
+    foreign = any(known_backends.foreign_source(name) for name in named)
+
     def make(settings: Settings) -> Measurer:
-        if settings.device == "cuda":
+        if settings.device == "cuda" or foreign:
             return Worker(settings, options.case_timeout_s, serve)
         return InProcess(make_bench(settings))
 
@@ -147,7 +151,8 @@ class _Sweep:
 
     def _key(self, case: Case, name: str, backend: Backend, plan: MemoryPlan | str) -> str:
         state = None if isinstance(plan, str) else plan.cache_state
-        return resume_key(case, name, backend.version(), self.settings.environment, timer(case.device).label, state)
+        version = "+".join(filter(None, (backend.version(), known_backends.foreign_source(name)))) or None
+        return resume_key(case, name, version, self.settings.environment, timer(case.device).label, state)
 
     def _measure(self, case: Case, plan: MemoryPlan | str, keys: dict[str, str]) -> dict[str, Record]:
         """Records by name.  A backend that takes the process with it is left behind, the others get a new one."""

@@ -29,7 +29,7 @@ Plotly = Literal["inline", "cdn", "directory"]
 PLOTLY_FILE = "plotly.min.js"
 SCRIPTS = ("data.js", "address.js", "figures.js", "kinds.js", "cells.js", "fidelity.js", "table.js", "main.js")
 SAMPLES_KEPT = {
-    "all": " No sample is left out.",
+    "all": " No sample of a round that counts is left out.",
     "medians": " These records hold too many samples for one page, which keeps the median of each round.",
     "none": " These records hold too many samples for one page; the store has them all.",
 }

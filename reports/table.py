@@ -34,13 +34,15 @@ def _backend(row: Row) -> str:
 
 def _speedup(row: Row) -> str:
     speedup = row["speedup_vs_best_dense"]
-    return "-" if speedup is None else f"{speedup:.2f}x{' !' if row['flags'] else ''}"
+    marks = (" !" if row["flags"] else "") + (f" {row['cache_state']}" if row["cache_state"] in WARM else "")
+    return "-" if speedup is None else f"{speedup:.2f}x{marks}"
 
 
 def _megabytes(bytes_: int | None) -> str:
     return "-" if bytes_ is None else number(bytes_ / 1e6)
 
 
+MOST_BOUND = 6  # launch-bound rows named below a table
 COLUMNS: tuple[tuple[str, Callable[[Row], str], bool], ...] = (  # heading, cell, right-aligned
     ("model", lambda row: row["model"], False),
     ("level", lambda row: row["level"], False),
@@ -109,13 +111,13 @@ def _engine_table(rows: list[Row]) -> Table:
 
 def _stage_table(rows: list[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="What each stage adds to the step (floor: its bytes at the measured read roof)")
-    for heading in ("ctx", "batch", "backend", "stage", "us", "floor us", "x floor"):
-        table.add_column(heading, justify="left" if heading in ("backend", "stage") else "right", no_wrap=True)
+    for heading in ("model", "ctx", "batch", "backend", "stage", "us", "floor us", "x floor"):
+        table.add_column(heading, justify="left" if heading in ("model", "backend", "stage") else "right", no_wrap=True)
     for row in rows:
         for stage, time in (row["stages_us"] or {}).items():
             floor = (row["stage_floors_us"] or {}).get(stage)
             ratio = number(time / floor) if floor else "-"
-            cells = short_size(row["ctx"]), str(row["batch"]), _backend(row), stage
+            cells = row["model"], short_size(row["ctx"]), str(row["batch"]), _backend(row), stage
             table.add_row(*map(escape, cells), number(time), number(floor), ratio)
     return table
 
@@ -124,15 +126,17 @@ def _notes(rows: list[Row]) -> list[str]:
     lines = [f"{_where(row)}: {row['outcome']}: {row['reason'] or 'no reason given'}" for row in rows if row["outcome"] != "OK"]
     lines += [f"! {_where(row)}: {flag}" for row in rows for flag in row["flags"]]
     lines += [f"fairness: {_where(row)}: {warning}" for row in rows for warning in row["warnings"]]
-    bound = [f"{_where(row)} ({row['eager_us'] / row['latency_us']:.1f} x)" for row in rows if row["launch_bound"]]
+    bound = sorted((row for row in rows if row["launch_bound"]), key=lambda row: row["latency_us"] / row["eager_us"])
     if bound:
-        lines.append(f"Launch-bound without a graph: {', '.join(bound)}")
+        told = ", ".join(f"{_where(row)} ({row['eager_us'] / row['latency_us']:.1f} x)" for row in bound[:MOST_BOUND])
+        more = f" and {len(bound) - MOST_BOUND} more" if len(bound) > MOST_BOUND else ""
+        lines.append(f"Launch-bound without a graph: {told}{more}")
     planned = [row for row in rows if row["cache_state"] in (*WARM, "pooled") and (row["kv"] or {}).get("note")]
     # The note says how much was free, which differs between the backends of a cell that were not measured together.
     lines += dict.fromkeys({(_cell(row), row["kv"]["plan"]): row["kv"]["note"] for row in planned}.values())
     if any(row["level"] == "attention" and row["tokens_per_s"] for row in rows):
         lines.append(ATTENTION_TOKENS)
-    if any(row["device"] == "cpu" for row in rows):
+    if any(row["device"] == "cpu" and row["latency_us"] for row in rows):
         lines.append(NO_CLAIM)
     return lines
 

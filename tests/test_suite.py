@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -28,8 +29,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-    rivals = ("fa3", "flashinfer", "locks-kv[best]", "locks-kv[default]", "sdpa")
-    points = [Point(name) for name in (*rivals, "locks", "locks-cuda", "locks-triton")]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    points = [Point(name) for name in project["entry-points"][backends.GROUP]]
     monkeypatch.setattr(backends, "entry_points", lambda group: points)
 
 

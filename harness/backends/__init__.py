@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from harness.backend import Backend
 from harness.errors import UserError
 from harness.presets import nearest
 
+ROOT = Path(__file__).resolve().parents[2]
 GROUP = "locks_bench.backends"
 CONTROL = "#2"  # "locks#2" is a second instance of "locks": what the two differ by is the noise of a run
 DEFAULT = {"cuda": ("fa3", "flashinfer", "locks"), "cpu": ("sdpa", "locks")}
@@ -71,6 +75,18 @@ def make(name: str) -> Backend:
         return _Unloadable(str(error))
     except Exception as error:
         return _Unloadable(f"backend {name!r} cannot be made: {type(error).__name__}: {error}")
+
+
+def foreign_source(name: str) -> str | None:
+    """Hash of the file that a backend of another package comes from; None for ours, whose sources count as a whole."""
+    try:
+        made = load(name)
+        file = Path(inspect.getfile(made))
+    except (UserError, TypeError, OSError):
+        return None
+    if ROOT in file.resolve().parents and made.__module__.startswith("harness."):
+        return None
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 class _Unloadable(Backend):
