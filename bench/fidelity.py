@@ -99,4 +99,6 @@ def _budget(text: str, tokens: int, least: int) -> int:
             f"--budget {text.strip()} is {wanted} tokens at a context of {tokens}; at least {least * PAGE} are needed "
             "for sink, recent and one ranked page"
         )
+    if wanted > tokens:
+        raise UserError(f"--budget {text.strip()} is {wanted} tokens, above the context of {tokens}; use a smaller budget")
     return wanted // PAGE * PAGE

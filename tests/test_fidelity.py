@@ -189,6 +189,7 @@ def test_budgets_as_shares_and_what_cannot_be(tmp_path: Path) -> None:
     assert [row["budget"] for row in data["rows"]] == [64, 128]
     for arguments, message in (
         (["--budget", "1%"], "at least 48"),
+        (["--budget", "200%"], "above the context of 2048"),
         (["--selectors", "quets"], "did you mean 'quest'"),
         (["--model", "llama"], "unknown model 'llama'"),
         (["--tasks", "niah"], "unknown task"),
