@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import sys
 
 import typer
@@ -46,6 +48,14 @@ def main() -> None:
         app()
     except (UserError, ShapeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"error: no space left to write to{where}; make room, then run the same command again", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # what is left in it cannot be written either
         sys.exit(2)
 
 

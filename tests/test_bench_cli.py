@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -266,3 +267,13 @@ def test_durations(text: str, value: float) -> None:
 
 def test_repeated_sizes_count_once() -> None:
     assert arguments.sizes("8K,8192,1M", "--ctx") == [8192, 1 << 20]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_full_disk_is_one_line() -> None:
+    root = Path(__file__).parents[1]
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "bench.cli", "show", str(root / "reports/published")]
+        done = subprocess.run(command, cwd=root, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: no space left") and "Traceback" not in done.stderr
