@@ -48,7 +48,11 @@ class Gate:
         """Relative error of the worst head of [..., D] tensors."""
         error = relative_error(output, expected)
         self.error = max(self.error, error) if name == "relative_error" else self.error
-        self.add(Check(name, error <= tolerance, error))
+        self.checks.append(Check(name, error <= tolerance, error))
+        if output.shape != expected.shape:
+            raise Incorrect(f"check {name} failed: shape {tuple(output.shape)}, it must be {tuple(expected.shape)}", self)
+        if not error <= tolerance:
+            raise Incorrect(f"check {name} failed: {error:.4g}, at most {tolerance:g} is right", self)
 
     def record(self) -> dict[str, Any]:
         return {

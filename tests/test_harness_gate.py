@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -200,3 +201,18 @@ def test_wall_timer_of_a_cycle() -> None:
     run = timer.capture(LevelLaunch(lambda: workload.queries[0], steps=4), Cycle(phases.append, (2, 1, 0)))
     assert run.samples(2) == [250.0, 250.0]
     assert phases == [2, 1, 0, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (torch.ones(2, 4, 8), "shape (2, 4, 8), it must be (2, 8)"),
+        (1.5 * torch.ones(2, 8), "0.5, at most 0.01 is right"),
+        (torch.full((2, 8), float("nan")), "inf, at most 0.01 is right"),
+    ],
+)
+def test_a_failed_comparison_says_what_would_be_right(output: torch.Tensor, words: str) -> None:
+    gate = Gate(tiny_workload())
+    with pytest.raises(Incorrect, match=re.escape(words)):
+        gate.compare("relative_error", output, torch.ones(2, 8))
+    assert gate.checks[-1].passed is False
