@@ -36,6 +36,8 @@ def show(
     # Filtered after rows() has compared each with its dense rivals, which the filter may leave out.
     table = rows(load(stores, output.say))
     kept = [row for row in table if all(row[name] in values for name, values in wanted.items())]
+    if not table:
+        raise UserError("these stores hold no records yet; `locks-bench latency --store DIR` makes some")
     if not kept:
         raise UserError(f"none of the {len(table)} rows there match; the same command without filters shows them")
     # Cells of one case stand together, whichever run measured them.

@@ -128,7 +128,8 @@ def files_of(paths: Iterable[Path | str]) -> list[Path]:
             raise UserError(f"no store at {path}; give a folder of `locks-bench latency --store`, or a .jsonl file")
         found = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
         if not found:
-            raise UserError(f"no records under {path}; `locks-bench latency --store {path}` makes some")
+            kept = " but those of `locks-bench fidelity`, which shows them itself" if any(path.rglob("*.ndjson")) else ""
+            raise UserError(f"no records under {path}{kept}; `locks-bench latency --store {path}` makes some")
         files += [file for file in found if file not in files]
     return files
 

@@ -129,6 +129,9 @@ def test_show_gives_the_rows_of_latency_and_filters(sweep: FakeSweep, run: Calla
     assert (row["ctx"], row["backend"], row["speedup_vs_best_dense"]) == (4096, "locks", 1.0)
     code, _, err = run("show", "kept", "--model", "qwen3-8b")
     assert code == 2 and err.startswith("error: none of the 4 rows")
+    Path("empty.jsonl").touch()
+    code, _, err = run("show", "empty.jsonl")
+    assert code == 2 and err.startswith("error: these stores hold no records yet")
 
 
 def test_json_file_holds_the_rows_beside_the_table(sweep: FakeSweep, run: Callable[..., tuple[int, str, str]]) -> None:
