@@ -105,7 +105,7 @@ def test_not_writable(tmp_path: Path) -> None:
 def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no store at"):
         load([tmp_path / "absent"])
-    with pytest.raises(UserError, match="no records under [^`]*; `locks-bench latency"):
+    with pytest.raises(UserError, match=r"no records under [^`]*; `locks-bench latency"):
         load([tmp_path])
     (tmp_path / "fidelity.ndjson").touch()
     with pytest.raises(UserError, match="but those of `locks-bench fidelity`"):
