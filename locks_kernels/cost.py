@@ -52,7 +52,7 @@ def locks_stage_bytes(shape: DecodeShape, options: SelectOptions, tokens: int, b
 def _scored_and_kept(shape: DecodeShape, options: SelectOptions, tokens: int) -> tuple[int, int]:
     """Pages of one sequence that are scored (none if all are kept anyway), and pages that are attended."""
     pages = shape.pages(tokens)
-    kept = min(options.kept_pages(shape.page_size), pages)
+    kept = pages if pages <= options.table_pages(shape.page_size) else options.kept_pages(shape.page_size)
     return (max(pages - options.recent_pages, 0) if pages > kept else 0), kept
 
 

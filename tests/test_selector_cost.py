@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from locks_kernels import selector_cost as cost
+from locks_kernels.cost import locks_bytes
 from locks_kernels.selectors import SELECTORS
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
@@ -109,3 +110,11 @@ def test_nothing_is_scored_where_everything_is_kept() -> None:
     assert cost.page_selector_bytes(LLAMA, BUDGET, 2000, 1, 512) == {"summary": 0, "selected_kv": 8 * 2000 * 512}
     parts = cost.page_selector_bytes(LLAMA, BUDGET, SHORT, 2, 512, per_query_head=True)
     assert parts == {"summary": 2 * 8 * 8191 * 512, "selected_kv": 2 * 8 * 4 * 2048 * 512}
+
+
+def test_a_sequence_that_stays_dense_reads_all_of_its_pages_and_no_summary() -> None:
+    shape, pages = DecodeShape(32, 8), 512
+    dense, sparse = SelectOptions(2048, dense_tokens=8192), SelectOptions(2048)
+    whole = locks_bytes(shape, dense, 8192, 1)
+    assert whole["selected_kv"] == pages * shape.kv_heads * shape.page_kv_bytes and whole["summary"] == 0
+    assert locks_bytes(shape, dense, 8193, 1) == locks_bytes(shape, sparse, 8193, 1)
