@@ -7,7 +7,9 @@ from the host, so a captured step stays right while `seq_lens` and the block tab
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +23,6 @@ _STAGES = {
     "triton": "locks_kernels.portable:TritonStages",
     "reference": "locks_kernels.decode:ReferenceStages",
 }
-STAGE_NAMES = ("append_finalise", "score", "select", "attend")
 
 
 class Stages(Protocol):
@@ -42,7 +43,10 @@ class Stages(Protocol):
 
     def build(self, page_ids: torch.Tensor) -> None: ...
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-    def score(self, query: torch.Tensor) -> None: ...
+    def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
+        """`summaries_ready`: the launch before this one, if it still runs, writes no summary that is scored."""
+        ...
+
     def select(self) -> None: ...
     def attend(self, query: torch.Tensor, out: torch.Tensor) -> None: ...
     def finalise_slots(self, slots: torch.Tensor) -> None: ...
@@ -68,7 +72,7 @@ class ReferenceStages:
     def finalise_slots(self, slots: torch.Tensor) -> None:
         reference.finalise_slots(self.cache, slots)
 
-    def score(self, query: torch.Tensor) -> None:
+    def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self.scores = reference.score(query, self.cache, self.sequences, self.options.recent_pages)
 
     def select(self) -> None:
@@ -97,12 +101,29 @@ def stages_class(kernels: str, cache: PagedCache, sequences: Sequences | None = 
     raise ShapeError("; ".join(reasons))
 
 
+def step_launches(
+    stages: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, starts_early: bool = False
+) -> dict[str, Callable[[], object]]:
+    """The launches of one step in their order, by the stage's name; `stages` are Stages, or others with the same four methods.
+
+    Stages that have `appends_beside` true take the new token while they score, in one launch; there is no append_finalise then.
+    """
+    first: dict[str, Callable[[], object]]
+    if getattr(stages, "appends_beside", False):
+        first = {"score": partial(stages.append_score, query, keys, values, starts_early)}
+    else:
+        first = {"append_finalise": partial(stages.append_finalise, keys, values), "score": partial(stages.score, query)}
+    return {**first, "select": stages.select, "attend": partial(stages.attend, query, out)}
+
+
 class LocksDecoder:
     """LOCKS for one layer.  `prefill` once, then `step` per token.
 
     cache, sequences  the layer's paged cache and the batch's tables (see cache.py)
     kernels           "auto", "cuda", "triton" or "reference"; `.kernels` tells which one runs
     share             another layer's decoder whose workspace to use
+    starts_early      the kernel ahead of a step writes no length, no block table and no summary, as in a model, where it is the
+                      query's projection: "cuda" then reads them before that kernel has ended
     """
 
     def __init__(
@@ -112,8 +133,9 @@ class LocksDecoder:
         options: SelectOptions,
         kernels: str = "auto",
         share: LocksDecoder | None = None,
+        starts_early: bool = False,
     ) -> None:
-        self.cache, self.sequences, self.options = cache, sequences, options
+        self.cache, self.sequences, self.options, self.starts_early = cache, sequences, options, starts_early
         self.kernels, stages = stages_class(kernels, cache, sequences)
         self.stages: Stages = stages(cache, sequences, options, share.stages if share else None)
 
@@ -133,10 +155,8 @@ class LocksDecoder:
         The caller advances `seq_lens` before (once for all layers).  Sequences of length 0 give zeros.
         """
         out = torch.empty_like(query) if out is None else out
-        self.stages.append_finalise(keys, values)
-        self.stages.score(query)
-        self.stages.select()
-        self.stages.attend(query, out)
+        for launch in step_launches(self.stages, query, keys, values, out, self.starts_early).values():
+            launch()
         return out
 
     @property

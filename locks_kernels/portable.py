@@ -87,7 +87,7 @@ class TritonStages:
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._build.append_finalise(self.cache, self.sequences, keys, values)
 
-    def score(self, query: torch.Tensor) -> None:
+    def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self._score.score(query, self.cache, self.sequences, self.options.recent_pages, self.table_pages, self.workspace.scores)
 
     def select(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from locks_kernels import page_tokens, page_vectors, reference
 from locks_kernels.cache import PagedCache, Sequences
-from locks_kernels.decode import Stages, stages_class
+from locks_kernels.decode import Stages, stages_class, step_launches
 from locks_kernels.page_tokens import PageTokens
 from locks_kernels.page_vectors import PageVectors
 from locks_kernels.shapes import SelectOptions
@@ -101,10 +101,8 @@ class SelectorStages:
 
     def step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """As LocksDecoder.step."""
-        self.append_finalise(keys, values)
-        self.score(query)
-        self.select()
-        self.attend(query, out)
+        for launch in step_launches(self, query, keys, values, out).values():
+            launch()
         return out
 
 

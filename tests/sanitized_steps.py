@@ -32,6 +32,8 @@ def main() -> None:
             stages.score(query)
             stages.select()
             stages.attend(query, torch.empty_like(query))
+        if stages.appends_beside:
+            stages.append_score(query, token, token, starts_early=True)
     for width, rows in ((576, 131), (4096, 300)):
         x = randn(1, width).bfloat16()
         projection.gemv(x, randn(rows, width).bfloat16(), x.new_empty(1, rows), x[0])

@@ -32,11 +32,11 @@ SHAPES = {
     "narrow": DecodeShape(9, 3, head_dim=64, rank=2),
     "long pages": DecodeShape(5, 1, page_size=64, rank=4),
 }
-# Bytes that are spilled all the same: two whole columns of a 64-token page are 128 registers.
-SPILLS = {("build", "long pages", "sm_100a"): 80}
+# Bytes that are spilled all the same: two whole columns of a 64-token page are 128 registers; an index used once a sequence.
+SPILLS = {("build", "long pages", "sm_100a"): 80} | {("score", name, "sm_100a"): 8 for name in ("llama", "glm", "mqa")}
 # kernel: most registers a thread, by shape
 REGISTERS = {
-    "score": {"llama": 104, "glm": 88, "mqa": 128, "wide": 128, "narrow": 112, "long pages": 112},
+    "score": {"llama": 96, "glm": 96, "mqa": 96, "wide": 128, "narrow": 96, "long pages": 112},
     "select_pages": {"llama": 72, "glm": 88, "mqa": 128, "wide": 72, "narrow": 72, "long pages": 72},
     "attend": {"llama": 200, "glm": 200, "mqa": 200, "wide": 240, "narrow": 128, "long pages": 200},
     "build": {"llama": 152, "glm": 152, "mqa": 152, "wide": 255, "narrow": 128, "long pages": 255},

@@ -18,7 +18,8 @@ REPLAYS = 10_000
 CHECKED = (1, 2, 15, 16, 17, 100, 1_000, 1_001, 4_095, 4_096, 9_999, 10_000)
 
 
-def test_ten_thousand_replays_equal_the_reference() -> None:
+@pytest.mark.parametrize("starts_early", (False, True))
+def test_ten_thousand_replays_equal_the_reference(starts_early: bool) -> None:
     torch.manual_seed(0)
     shape, options = DecodeShape(8, 2), SelectOptions(256)
     starts = torch.tensor([14, 1_000, 333], dtype=torch.int32, device="cuda")
@@ -28,14 +29,15 @@ def test_ten_thousand_replays_equal_the_reference() -> None:
         pool.normal_()
     table = torch.randperm(3 * pages, dtype=torch.int32, device="cuda").view(3, pages)
     sequences = Sequences(table, starts.clone())
-    decoder = LocksDecoder(cache, sequences, options, "cuda")
+    decoder = LocksDecoder(cache, sequences, options, "cuda", starts_early=starts_early)
     decoder.prefill()
     query = torch.randn(3, 8, 128, device="cuda", dtype=torch.bfloat16)
     keys, values = torch.randn(2, 3, 2, 128, device="cuda", dtype=torch.bfloat16).unbind()
-    out = torch.empty_like(query)
+    out, projected = torch.empty_like(query), torch.zeros(1, device="cuda")
 
     def step() -> None:
         sequences.seq_lens.add_(1)
+        projected.add_(1)  # stands for the projection of a model
         decoder.step(query, keys, values, out)
 
     side = torch.cuda.Stream()

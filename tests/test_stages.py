@@ -125,6 +125,28 @@ def test_build_waits_for_the_keys_that_the_kernel_before_it_writes(kernels: str)
         assert torch.equal(built, cache.summaries)
 
 
+@pytest.mark.parametrize("batch", (1, 6, 150))
+@pytest.mark.parametrize("starts_early", (False, True))
+def test_appending_beside_the_scoring_is_the_same_as_before_it(kernels: str, batch: int, starts_early: bool) -> None:
+    if kernels != "cuda":
+        pytest.skip("two launches elsewhere")
+    shape, lengths = DecodeShape(8, 2), (48, 1, 15, 333, 64, 3200)
+    both = [make(shape, (lengths * batch)[:batch], room=0) for _ in range(2)]
+    query, new_keys, new_values = make_query(shape, batch), *(randn(2, batch, 2, 128, seed=5).bfloat16())
+    apart, beside = (make_stages(kernels, *made) for made in both)
+    for (cache, sequences), stages in zip(both, (apart, beside), strict=True):
+        filled = sequences.seq_lens % 16 == 0
+        cache.summaries[sequences.block_table[filled, sequences.seq_lens[filled].long() // 16 - 1].long()] = 0xFF
+        stages.scores.fill_(0)
+    apart.append_finalise(new_keys, new_values)
+    apart.score(query)
+    beside.append_score(query, new_keys, new_values, starts_early)
+    for pool in ("keys", "values", "summaries"):
+        mine, theirs = (getattr(cache, pool).view(torch.uint8) for cache, _ in both)
+        assert torch.equal(mine, theirs), pool
+    assert torch.equal(apart.scores, beside.scores)
+
+
 @every_shape
 @pytest.mark.parametrize("recent", (1, 2))
 def test_score_of_ragged_batches(kernels: str, shape: DecodeShape, recent: int) -> None:

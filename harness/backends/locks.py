@@ -44,6 +44,7 @@ class Locks(SparseStep):
             workload.case.select,
             kernels=self._kernels(workload.case),
             share=self._decoders[0] if self._decoders else None,
+            starts_early=True,  # ahead of it is the step of another layer, or a projection
         )
         if copy < workload.plan.copies:
             decoder.prefill()
@@ -62,7 +63,10 @@ class Locks(SparseStep):
         return locks_bytes(local_shape(case), case.select, case.ctx, case.batch)
 
     def resolved(self) -> dict[str, Any]:
-        return {"kernels": self._decoders[0].kernels} if self._decoders else {}
+        if not self._decoders:
+            return {}
+        beside = getattr(self._decoders[0].stages, "appends_beside", False)
+        return {"kernels": self._decoders[0].kernels, "append_finalise": "inside score" if beside else "a launch"}
 
 
 class LocksCuda(Locks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,7 +12,7 @@ from harness.environment import version
 from harness.verify_selection import checked_sequences
 from harness.workload import Workload
 from locks_kernels import reference
-from locks_kernels.decode import STAGE_NAMES
+from locks_kernels.decode import step_launches
 
 
 class Step(Protocol):
@@ -53,11 +52,5 @@ class SparseStep(Backend):
         return reference.attend(query, workload.caches[copy], checked_sequences(workload), self._steps[copy].tables[rows])[0]
 
     def stages(self, workload: Workload, copy: int) -> dict[str, Callable[[], object]]:
-        step, query = self._steps[copy], workload.queries[copy]
-        parts: tuple[Callable[[], object], ...] = (
-            partial(step.append_finalise, workload.new_keys[copy], workload.new_values[copy]),
-            partial(step.score, query),
-            step.select,
-            partial(step.attend, query, self._outputs[copy]),
-        )
-        return dict(zip(STAGE_NAMES, parts, strict=True))
+        token = workload.queries[copy], workload.new_keys[copy], workload.new_values[copy]
+        return step_launches(self._steps[copy], *token, self._outputs[copy], starts_early=True)

@@ -11,11 +11,12 @@ from locks_kernels.summary import RecordLayout
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 GROUP_PAGES = 8  # pages that a warp of the scorer takes at a time
 SCORE_WARPS = 8  # that compute, and KV heads per block at most
-RESERVED_SHARED_BYTES = 4096  # static shared memory and what the driver keeps for itself
+RESERVED_SHARED_BYTES = 8192  # static shared memory and what the driver keeps for itself
 SCORE_LEAVES_BYTES = 65536  # of an SM's shared memory, for the selection's block to be there when the last score is written
 SELECT_THREADS, SELECT_STATIC_BYTES, SELECT_HISTOGRAM_BYTES = 512, 20480, 16384
 SLICE_PAGES = 2048  # pages below which another block of the selection's cluster does not pay
-APPEND_WARPS = 2
+APPEND_WARPS = 2  # of a scorer's block
+FINALISE_WARPS = 2  # of a block that only appends and finalises
 ATTEND_WARPS, ATTEND_RING = 8, 3
 
 
@@ -51,6 +52,7 @@ class Launch:
             "HEADS": self.score_heads,
             "WARPS": self.score_heads * self.score_subs,
             "UNROLL": 4 if few else 2,  # pairs of pages, or pages, in flight a warp
+            "APPEND_WARPS": self.append_warps,
             "SHARED_BYTES": self.score_ring_bytes,
         }
 
@@ -68,6 +70,15 @@ class Launch:
         """
         twice = 4 < self.shape.group <= 8 and self.shape.head_dim <= 128
         return min(SCORE_WARPS * (2 if twice else 1) // self.score_heads, self.score_stages)
+
+    @cached_property
+    def append_warps(self) -> int:
+        """Warps of a scorer's block that append: those of larger pages would take more registers than it has a thread."""
+        return APPEND_WARPS if self.shape.page_size == 16 and self.shape.head_dim <= 128 else 0
+
+    @property
+    def score_threads(self) -> int:
+        return 32 * (self.score_heads * self.score_subs + 1 + self.append_warps)
 
     @cached_property
     def score_stages(self) -> int:

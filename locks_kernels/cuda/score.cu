@@ -8,13 +8,20 @@
 // asynchronous copies (bulk ones from sm_90 on) into a ring of STAGES slots; warp (sub, head) takes every SUBS-th group.  All
 // HEADS heads of a page are one contiguous copy.  With at most 4 query heads a group eight consumer warps do as well as 16 (bytes
 // bind) and leave room on the SM for the blocks that finish a new page and that select.
+//
+// APPEND_WARPS more warps write the step's new tokens and summarise the pages that they fill: beside the scoring, which needs
+// neither, so that a step has one launch less and the 14 us of a page's summary do not show where the scorer takes as long.
 #include "bulk.cuh"
 #include "page_mass.cuh"
+#include "summarise.cuh"
 
 // Set by the launcher: HEADS KV heads per block, WARPS consumer warps, UNROLL page pairs (pages for G > 4)
-// in flight per warp, SHARED_BYTES for the ring.
+// in flight per warp, APPEND_WARPS, SHARED_BYTES for the ring.
 constexpr int SUBS = WARPS / HEADS;
-constexpr int THREADS = 32 * (WARPS + 1);
+constexpr int THREADS = 32 * (WARPS + 1 + APPEND_WARPS);
+constexpr int BEHIND_PREVIOUS = 0, FROM_START = 2;  // of `ready`
+// With the appending warps a thread gets 96 registers, as if there were 640: more, and the selection's block would not fit beside.
+constexpr int REGISTERS_OF = APPEND_WARPS && THREADS < 640 ? 640 : THREADS;
 constexpr int STAGE_BYTES = GROUP_PAGES * PAGE_BYTES;
 constexpr int STAGES = SHARED_BYTES / STAGE_BYTES;
 static_assert(WARPS == HEADS * SUBS);
@@ -55,10 +62,15 @@ __device__ __forceinline__ void include(Running& running, float mass) {
 // summaries [num_pages, kv_heads, RECORD], pages summary_stride bytes apart; query [B, kv_heads * G, D], rows query_stride elements
 // apart; scores [B, kv_heads * G, score_stride];
 // partials [B, kv_heads * G, gridDim.x * SUBS] (largest, sum): log-sum-exp of the scores by warp, in powers of two.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    score(const uint8* __restrict__ summaries, const uint16* __restrict__ query, const int* __restrict__ block_table,
-          const int* __restrict__ seq_lens, float* __restrict__ scores, float2* __restrict__ partials, int batch, int kv_heads,
-          int max_pages, int score_stride, int recent_pages, int64 summary_stride, int64 query_stride) {
+// ready: what the kernel ahead left alone, or had finished before it let this one start: BEHIND_PREVIOUS nothing; 1 all but the
+// query and the new token; FROM_START the query too.
+// new_keys, new_values [B, kv_heads, D]: written at position seq_lens - 1 of keys and values, strides in elements; null for none.
+extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
+    score(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
+          float* __restrict__ scores, float2* __restrict__ partials, int batch, int kv_heads, int max_pages, int score_stride,
+          int recent_pages, int ready, int64 summary_stride, int64 query_stride, uint16* keys, uint16* values,
+          const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, int64 page_stride, int64 head_stride,
+          int64 token_stride) {
     extern __shared__ __align__(128) uint8 stages[];
     __shared__ __align__(8) uint64 full[STAGES], empty[STAGES];
 
@@ -72,9 +84,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barriers_ready();
     }
     __syncthreads();
-    // The pages scored here were complete before this step, so only the query must be there, and it was before the previous
-    // kernel (append, finalise) let this one start: no wait until the end.
     let_next_kernel_start();
+    if (ready == BEHIND_PREVIOUS) wait_for_previous_kernel();
+#if APPEND_WARPS
+    if (warp > WARPS) {
+        __shared__ Scratch<1> scratch[APPEND_WARPS];
+        const NewTokens tokens = {keys, values, new_keys, new_values, page_stride, head_stride, token_stride};
+        const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y, own = warp - WARPS - 1;
+        wait_for_previous_kernel();
+        if (new_keys)
+            for (int at = own * blocks + block; at < batch * kv_heads; at += APPEND_WARPS * blocks)
+                append_token(scratch[own], tokens, block_table, seq_lens, summaries, at, kv_heads, max_pages, summary_stride);
+        return;
+    }
+#endif
 
     const WorkList list(seq_lens, batch, 0, recent_pages, gridDim.x);
     const uint32 begin = list.begin(blockIdx.x), end = list.begin(blockIdx.x + 1);
@@ -109,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         const int head = first_head + warp % HEADS, sub = warp / HEADS;
         int slot = 0, round = 0, turn = 0;
+        if (ready != FROM_START) wait_for_previous_kernel();
         for (uint32 at = begin; at < end; ++sequence, page = 0) {
             const int stop = min(scored_pages(seq_lens[sequence], recent_pages), page + static_cast<int>(end - at));
             if (stop == page) continue;
@@ -163,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
                 const int query_head = PAIRED ? row : tile * 8 + row;
                 if (quad == 0 && query_head < G)
-                    partials[static_cast<int64>(first_query + query_head) * (gridDim.x * SUBS) + blockIdx.x * SUBS + sub] =
+                    partials[(static_cast<int64>(first_query) * gridDim.x + query_head * gridDim.x + blockIdx.x) * SUBS + sub] =
                         make_float2(running[tile].largest, running[tile].sum);
             }
         }

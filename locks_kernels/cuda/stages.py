@@ -9,8 +9,8 @@ import torch
 from locks_kernels.cache import PagedCache, Sequences
 from locks_kernels.cuda.inputs import check_cache, check_tensor
 from locks_kernels.cuda.launch import (
-    APPEND_WARPS,
     ATTEND_WARPS,
+    FINALISE_WARPS,
     GROUP_PAGES,
     LARGEST_CLUSTER,
     PORTABLE_CLUSTER,
@@ -28,6 +28,10 @@ def plan_on(device: torch.device, shape: DecodeShape, batch: int, max_pages: int
     return Launch(shape, batch, max_pages, table_pages, properties.multi_processor_count, shared_bytes)
 
 
+# What is final when the scorer starts, beside the kernel ahead of it; score.cu.
+READY_NOTHING, READY_BUT_TOKEN, READY_ALL = 0, 1, 2
+
+
 class CudaStages:
     """Stages (decode.py) in CUDA C++.  All launches are asynchronous and capturable.
 
@@ -35,6 +39,10 @@ class CudaStages:
     """
 
     tables: torch.Tensor
+
+    @property
+    def appends_beside(self) -> bool:
+        return self.plan.append_warps > 0
 
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
         check_cache(cache, sequences)
@@ -65,8 +73,7 @@ class CudaStages:
     def _make_kernels(self, device: torch.device) -> None:
         plan, shape = self.plan, self.cache.shape
         heads = plan.batch * shape.kv_heads
-        threads = 32 * (plan.score_heads * plan.score_subs + 1)
-        self.score_kernel = Kernel("score", "score", plan.score_macros, device, threads, plan.score_ring_bytes)
+        self.score_kernel = Kernel("score", "score", plan.score_macros, device, plan.score_threads, plan.score_ring_bytes)
         for largest in (LARGEST_CLUSTER, PORTABLE_CLUSTER) if self.score_kernel.overlaps else (1,):
             self.select_blocks = blocks = plan.select_cluster(largest)
             self.slice_capacity = plan.slice_capacity(blocks)
@@ -85,8 +92,8 @@ class CudaStages:
                 break
         build_threads = 32 * plan.build_warps
         self.build_kernel = Kernel("build", "build", plan.macros, device, build_threads, in_step=False)
-        self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, 32 * APPEND_WARPS)
-        self.finalise_kernel = Kernel("build", "finalise_slots", plan.macros, device, 32 * APPEND_WARPS)
+        self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, 32 * FINALISE_WARPS)
+        self.finalise_kernel = Kernel("build", "finalise_slots", plan.macros, device, 32 * FINALISE_WARPS)
 
     @staticmethod
     def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:
@@ -137,14 +144,14 @@ class CudaStages:
             return
         strides = (self._summary_stride, *self._strides)
         arguments = (cache.keys, slots, cache.summaries, (len(slots),), cache.shape.kv_heads, *strides)
-        self.finalise_kernel.launch((-(-units // APPEND_WARPS), 1, 1), arguments)
+        self.finalise_kernel.launch((-(-units // FINALISE_WARPS), 1, 1), arguments)
 
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._check_token(keys=keys, values=values)
         cache, sequences = self.cache, self.sequences
         batch, kv_heads = sequences.batch, cache.shape.kv_heads
         self.append_kernel.launch(
-            (-(-batch * kv_heads // APPEND_WARPS), 1, 1),
+            (-(-batch * kv_heads // FINALISE_WARPS), 1, 1),
             (
                 cache.keys,
                 cache.values,
@@ -161,8 +168,15 @@ class CudaStages:
             ),
         )
 
-    def score(self, query: torch.Tensor) -> None:
+    def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self._check_token(query=query)
+        self._score(query, READY_ALL if summaries_ready else READY_NOTHING, ((0,), (0,)))
+
+    def append_score(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None:
+        self._check_token(query=query, keys=keys, values=values)
+        self._score(query, READY_BUT_TOKEN if starts_early else READY_NOTHING, (keys, values))
+
+    def _score(self, query: torch.Tensor, ready: int, new_token: tuple[torch.Tensor, ...] | tuple[tuple[int], ...]) -> None:
         cache, sequences, plan = self.cache, self.sequences, self.plan
         kv_heads = cache.shape.kv_heads
         self.score_kernel.launch(
@@ -179,8 +193,13 @@ class CudaStages:
                 sequences.max_pages,
                 self.scores.shape[-1],
                 self.options.recent_pages,
+                ready,
                 self._summary_stride,
                 (query.stride(0),),
+                cache.keys,
+                cache.values,
+                *new_token,
+                *self._strides,
             ),
         )
 

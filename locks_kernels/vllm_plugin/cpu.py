@@ -45,7 +45,7 @@ class LocksCPUBackend(CPUAttentionBackend):
 class OracleStages(ReferenceStages):
     """Pages ranked by their exact attention mass, the rest as in LOCKS: what a summary could reach at best."""
 
-    def score(self, query: torch.Tensor) -> None:
+    def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self.scores = exact_scores(query, self.cache, self.sequences, self.options.recent_pages)
 
 

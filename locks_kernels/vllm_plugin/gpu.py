@@ -207,7 +207,9 @@ class LocksImpl(FlashAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         decodes = attn_metadata.decodes
         stages = self.served.stages(attn_metadata.stages, kv_cache)
-        stages.score(query[:decodes])
+        # In a batch that also prefills, pages of a decoding request may be among those just written: a prompt that another one
+        # shares up to its last token, scheduled in the same step.
+        stages.score(query[:decodes], summaries_ready=attn_metadata.prefill is None)
         stages.select()
         stages.attend(query[:decodes], output[:decodes])
         if (prefill := attn_metadata.prefill) is not None:
