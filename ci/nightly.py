@@ -22,7 +22,7 @@ from harness.record import Record
 from harness.store import FILE, load
 
 HERE = Path(__file__).parent
-PROFILED = ("attention 128K x 16 flashinfer", "attention 128K x 16 locks-triton")
+PROFILED = ("attention 128K x 16 flashinfer", "attention 128K x 16 locks")
 WINDOW = 10  # good nights kept
 
 

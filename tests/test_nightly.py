@@ -143,7 +143,7 @@ def test_profiled_cases_are_cells_of_the_suite(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(backends, "entry_points", lambda group: [Point(name) for name in names])
     cells = load_suite("nightly").cells("cuda")
     rows = [_row(case, name) for case, chosen in cells.items() for name in chosen]
-    assert [find_row(rows, wanted).backend for wanted in nightly.PROFILED] == ["flashinfer", "locks-triton"]
+    assert [find_row(rows, wanted).backend for wanted in nightly.PROFILED] == ["flashinfer", "locks"]
 
 
 def _row(case: Case, name: str) -> Record:

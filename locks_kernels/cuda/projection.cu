@@ -108,6 +108,7 @@ __device__ __forceinline__ void multiply(float (&results)[MOST_ROWS], const uint
         barriers_ready();
     }
     __syncthreads();
+    let_next_kernel_start();
 
     const uint64 policy = read_once_policy();
     const int rows = max(ROWS * count - group + GROUPS - 1, 0) / GROUPS;  // of this warp: group, group + GROUPS, ...
@@ -122,7 +123,6 @@ __device__ __forceinline__ void multiply(float (&results)[MOST_ROWS], const uint
     if (lane < SLOTS && lane < rows * CHUNKS) fetch(lane, lane);
 
     wait_for_previous_kernel();
-    let_next_kernel_start();
     Vector vector;
     load_vector(vector, x, gain, warp, lane);
     int slot = 0, parity = 0;

@@ -37,7 +37,8 @@ COMMON: dict[str, Any] = {
     "max_model_len": CONTEXT,
     "max_num_batched_tokens": 2048,
     "max_num_seqs": 8,
-    "gpu_memory_utilization": 0.3,
+    "gpu_memory_utilization": 0.1,  # so little that several of these tests can share a GPU
+    "kv_cache_memory_bytes": 4 << 30,
     "skip_tokenizer_init": True,
     "enable_prefix_caching": False,
     "seed": 0,
