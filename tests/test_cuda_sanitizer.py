@@ -25,7 +25,8 @@ pytestmark = [
 @pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
 def test_kernels_are_clean(tool: str) -> None:
     paths = os.pathsep.join(filter(None, (str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH"))))
-    options = ("--report-api-errors", "no") if tool == "memcheck" else ("--kernel-regex", f"kre=^({'|'.join(REGISTERS)}|gemv|qkv)$")
+    own = f"kre=^({'|'.join(REGISTERS)}|gemv|qkv)$"
+    options = ("--report-api-errors", "no") if tool == "memcheck" else ("--kernel-regex", own)
     run = subprocess.run(
         # cuda-python asks the driver for functions that it may not have, which would count as errors of memcheck; racecheck
         # takes minutes for torch's kernels.
