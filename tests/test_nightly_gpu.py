@@ -13,6 +13,7 @@ from plug_in import ROOT, environment
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SOURCE = """
+import os
 
 import torch
 

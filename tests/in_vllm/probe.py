@@ -55,7 +55,10 @@ class Probe:
 
     def judge(self, modules: dict[str, Any]) -> dict[str, Any]:
         """layers, rows: how many were looked at; selected: rows that had to choose; lowest: worst score of a kept page, as a
-        share of the reference's threshold; error: largest distance to exact attention over the kept pages, relative."""
+        share of the reference's threshold; error: largest distance to exact attention over the kept pages, relative.
+
+        A block that a request gave back is the first that vLLM takes for another, unless its prefix cache keeps it: so that
+        must be on, and a request end with a full block."""
         from locks_kernels.vllm_plugin.pages import page_cache
 
         told = {"layers": len({name for name, _ in self.steps}), "rows": 0, "selected": 0, "lowest": 1.0, "error": 0.0}
@@ -64,6 +67,8 @@ class Probe:
             served = module.impl.served
             cache, options = page_cache(module.kv_cache, served.shape), served.workspaces.options
             live = kept["seq_lens"] > served.shape.page_size  # the engine tries its graphs on sequences of one token
+            if not live.any():
+                continue
             query, output, tables = (kept[field][live] for field in ("query", "output", "tables"))
             sequences = Sequences(kept["block_table"][live], kept["seq_lens"][live])
             expected = reference.attend(query, cache, sequences, tables)[0].float()
@@ -81,7 +86,8 @@ class Probe:
                 told["selected"] += 1
                 ranked = slice(options.sink_pages, kept_pages - options.recent_pages)
                 mine, theirs = (combined[row].gather(1, table[row, :, ranked].long()) for table in (tables, best))
-                told["lowest"] = min(told["lowest"], float((mine.amin(-1) / theirs.amin(-1)).min()))
+                if (lowest := float((mine.amin(-1) / theirs.amin(-1)).min())) < told["lowest"]:
+                    told |= {"lowest": lowest, "lowest at": f"{name}, row {row} of {len(query)}, {tokens} tokens"}
                 for table in tables[row, :, :kept_pages].tolist():
                     assert table == sorted(set(table)) and table[0] >= 0 and table[-1] == pages - 1, "a table in order"
         return told

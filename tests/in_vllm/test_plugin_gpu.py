@@ -29,7 +29,8 @@ SPARSE_GAP = 0.3  # where rounding may also exchange the last page that is kept 
 OUTPUT_ERROR = 0.02  # relative, bfloat16
 LENGTHS = (16000, 9000, 5003, 300, 16001)  # prefilled 2048 at a time, so that short ones decode among chunks of long ones
 ROUNDS = [
-    {"prompts": [gpu_model.prompt(seed, length) for seed, length in enumerate(LENGTHS)], "tokens": [40, 40, 60, 90, 33]},
+    # with the prompt and without the last one, which nobody reads, whole blocks: see probe.py
+    {"prompts": [gpu_model.prompt(seed, length) for seed, length in enumerate(LENGTHS)], "tokens": [49, 41, 54, 85, 32]},
     {"prompts": [gpu_model.prompt(9, 12000)], "tokens": 48},
 ]
 COMMON: dict[str, Any] = {
@@ -94,8 +95,9 @@ def test_decoding_is_replayed_from_full_graphs() -> None:
 def test_every_layer_of_the_last_step_is_what_the_reference_says(name: str, args: dict[str, Any]) -> None:
     """Texts cannot tell: rounding exchanges pages of a random model, and the
     compiled model rounds otherwise than the uncompiled one."""
-    more = {**COMMON, "attention_backend": "CUSTOM", **args}
+    more = {**COMMON, "attention_backend": "CUSTOM", "enable_prefix_caching": True, **args}
     told = served.result(model(), ROUNDS[:1], model() / f"probe-{name}.json", {"budget": 1024}, probe=True, **more)["probe"]
+    print(told)
     assert told["layers"] == gpu_model.LAYERS
     assert told["selected"] >= 4 * gpu_model.LAYERS  # batches of several sizes
     assert told["lowest"] >= SCORE_SHARE and told["error"] <= OUTPUT_ERROR, told
