@@ -65,7 +65,11 @@ def cell_name(record: Record) -> str:
 
 
 def control(records: Iterable[Record], rules: Rules) -> tuple[str | None, float | None]:
-    """The A/A comparisons of a run: why it is void, if it is, and the largest change they cannot rule out."""
+    """The A/A comparisons of a run: why it is void, if it is, and the largest change they cannot rule out.
+
+    It is void where one finds what would be a change of another cell, above the cell's threshold.  Less than that is real (two
+    copies of one buffer can differ by a percent in time, always the same one) and raises the effect floor.
+    """
     by_cell = {cell_key(record): record for record in sorted(records, key=lambda record: record.time)}
     effects = []
     for record in by_cell.values():
@@ -77,7 +81,7 @@ def control(records: Iterable[Record], rules: Rules) -> tuple[str | None, float 
         (
             f"A/A comparison of {cell_name(record)} found {effect.change:+.1%} (p = {effect.p:.1g}) where there is no change"
             for record, effect in effects
-            if effect.p < rules.alpha and abs(effect.change) > LEAST
+            if effect.p < rules.alpha and abs(effect.change) > threshold(rules.thresholds, cell_name(record)).change
         ),
         None,
     )
@@ -107,18 +111,25 @@ def _draft(base: list[Record], new: Record | None, noise: float, rules: Rules) -
     good = [record for record in base if timed(record)]
     shown = new or base[-1]
     name = cell_name(shown)
-    cell = Cell(cell_key(shown), name, shown.backend, shown.case, Verdict.UNCLEAR, command=shown.command)
+    limit = threshold(rules.thresholds, name)
+    cell = Cell(cell_key(shown), name, shown.backend, shown.case, Verdict.UNCLEAR, command=shown.command, decides=limit.decides)
     if new is not None and new.outcome is Outcome.INVALID:
         return replace(cell, verdict=Verdict.INVALID, reason=new.reason, coverage=Coverage.LOST if good else Coverage.NONE)
     if new is None or not timed(new) or not good:
         return _uncovered(cell, good, base, new)
-    alike = [record for record in good if _differs(record, new) is None][-rules.window :]
+    alike = [record for record in good if _differs(record, new) is None]
     if not alike:
         return replace(cell, verdict=Verdict.NOT_COMPARABLE, reason=_differs(good[-1], new))
+    if new.outcome is Outcome.THROTTLED:
+        return replace(cell, verdict=Verdict.INVALID, reason=f"NEW is THROTTLED: {new.reason}")
+    settled = [record for record in alike if record.outcome is Outcome.OK][-rules.window :]
+    if not settled:
+        return _uncovered(cell, settled, alike, new)
+    alike = settled
     alike.sort(key=latency_ns)
     middle = alike[len(alike) // 2]
     spread = max(latency_ns(alike[-1]) / latency_ns(middle), latency_ns(middle) / latency_ns(alike[0])) - 1
-    floor = max(threshold(rules.thresholds, name), noise, spread)
+    floor = max(limit.change, noise, spread)
     if floor > MOST:
         return replace(
             cell, verdict=Verdict.INVALID, reason=f"noise of {floor:.0%} hides any change; measure on a quiet machine"
@@ -131,9 +142,6 @@ def _draft(base: list[Record], new: Record | None, noise: float, rules: Rules) -
         new_ns=latency_ns(new),
         outliers=(_outliers(middle), _outliers(new)),
     )
-    for side, record in (("BASE", middle), ("NEW", new)):
-        if record.outcome is Outcome.THROTTLED:
-            return replace(cell, verdict=Verdict.INVALID, reason=f"{side} is THROTTLED: {record.reason}")
     effect = paired_effect(middle.rounds_ns or [], new.rounds_ns or [])
     if effect is None:
         return replace(cell, verdict=Verdict.INVALID, reason="too few rounds to compare, or a time of zero")

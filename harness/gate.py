@@ -35,7 +35,7 @@ class Gate:
 
     @property
     def alarms(self) -> list[Cell]:
-        return self.comparison.having(Verdict.SLOWER)
+        return _alarming(self.comparison)
 
     @property
     def exit_code(self) -> ExitCode:
@@ -51,7 +51,7 @@ def gate(history: Iterable[Record], new: Iterable[Record], rerun: Rerun, rules: 
     """Compare NEW with the window of good runs; a SLOWER cell stays one only if the median of its re-runs is SLOWER too."""
     rules, history, new = rules or GateRules(Rules()), list(history), list(new)
     first = compare(history, new, rules.compare)
-    suspects = [] if first.void else first.having(Verdict.SLOWER)
+    suspects = [] if first.void else _alarming(first)
     notes = _changes(history, new)
     if not suspects:
         return Gate(replace(first, notes=notes), [], rules.vouch)
@@ -59,6 +59,10 @@ def gate(history: Iterable[Record], new: Iterable[Record], rerun: Rerun, rules: 
     second = {cell.key: cell for cell in compare(history, _medians(runs, suspects, rules.processes), rules.compare).cells}
     cells = [_agreed(cell, second.get(cell.key)) if cell in suspects else cell for cell in first.cells]
     return Gate(replace(first, cells=cells, notes=notes), [cell.name for cell in suspects], rules.vouch)
+
+
+def _alarming(comparison: Comparison) -> list[Cell]:
+    return [cell for cell in comparison.having(Verdict.SLOWER) if cell.decides]
 
 
 def _medians(runs: Sequence[Record], suspects: Sequence[Cell], processes: int) -> list[Record]:

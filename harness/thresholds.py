@@ -10,17 +10,21 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-LEAST = 0.01  # under a percent nobody can act on a change
+LEAST = 0.01
 MOST = 0.5  # a threshold above this hides everything
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Changes of cells whose name matches the glob `cells` count from `change` on (0.02 is 2 %)."""
+    """Changes of cells whose name matches the glob `cells` count from `change` on (0.02 is 2 %).
+
+    decides   whether their verdicts count for the exit code; if not, they are shown
+    """
 
     cells: str
     change: float
     reason: str
+    decides: bool = True
 
     def __post_init__(self) -> None:
         if not LEAST <= self.change <= MOST:
@@ -32,9 +36,12 @@ class Threshold:
             raise UserError(f"threshold for {self.cells!r} has no reason; say why it is what it is")
 
 
-def threshold(thresholds: Sequence[Threshold], cell: str) -> float:
-    """Of a cell by its name: the last that matches, else the least there is."""
-    return next((one.change for one in reversed(thresholds) if fnmatchcase(cell, one.cells)), LEAST)
+DEFAULT = Threshold("*", LEAST, "under a percent nobody can act on a change")
+
+
+def threshold(thresholds: Sequence[Threshold], cell: str) -> Threshold:
+    """Of a cell by its name: the last that matches, else the default."""
+    return next((one for one in reversed(thresholds) if fnmatchcase(cell, one.cells)), DEFAULT)
 
 
 def load_thresholds(file: Path) -> list[Threshold]:
@@ -45,9 +52,15 @@ def load_thresholds(file: Path) -> list[Threshold]:
         raise UserError(f"--thresholds {file} cannot be read ({getattr(error, 'strerror', 'not text')})") from error
     try:
         tables = tomllib.loads(text)["threshold"]
-        return [Threshold(str(table["cells"]), float(table["change"]), str(table["reason"])) for table in tables]
+        return [_threshold(**table) for table in tables]
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{file} is no file of thresholds ({type(error).__name__}: {error}); "
-            'each [[threshold]] has cells = "glob", change = 0.02 and reason = "..."'
+            'each [[threshold]] has cells = "glob", change = 0.02, reason = "..." and, if it only shows, decides = false'
         ) from error
+
+
+def _threshold(cells: str, change: float, reason: str, decides: bool = True) -> Threshold:
+    if not isinstance(decides, bool):
+        raise TypeError(f"decides = {decides!r} is not true or false")
+    return Threshold(str(cells), float(change), str(reason), decides)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
+from harness.backends import CONTROL
 from harness.record import Outcome, Record
 from harness.stats import median_interval
 from locks_kernels.cost import kv_bytes
@@ -26,12 +27,15 @@ WARM = ("hot", "warm")  # states in which a kernel may find its data in the L2 c
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """One row per record, in the order given, each compared with the best dense backend of its own case and machine."""
+    """One row per record, in the order given, each compared with the best dense backend of its own case and machine.
+
+    The second instance of an A/A comparison is no rival.
+    """
     records = list(records)
     dense: dict[str, list[Row]] = defaultdict(list)
     result = [_row(record) for record in records]
     for record, row in zip(records, result, strict=True):
-        if record.outcome is Outcome.OK and record.resolved.get("dense"):
+        if record.outcome is Outcome.OK and record.resolved.get("dense") and not record.backend.endswith(CONTROL):
             dense[_comparable(record)].append(row)
     for record, row in zip(records, result, strict=True):
         if record.outcome is Outcome.OK and (rivals := dense[_comparable(record)]):

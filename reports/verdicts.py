@@ -61,7 +61,8 @@ def _cells(cell: Cell) -> tuple[str, ...]:
     effect = cell.effect
     change = f"{effect.change:+.2%} [{effect.low:+.2%}, {effect.high:+.2%}]" if effect else "-"
     floor = "-" if cell.floor is None else f"{cell.floor:.1%}"
-    return (str(cell.verdict), cell.name, _us(cell.base_ns), _us(cell.new_ns), change, floor, cell.reason or "")
+    verdict = str(cell.verdict) if cell.decides else f"{cell.verdict} (shown only)"
+    return (verdict, cell.name, _us(cell.base_ns), _us(cell.new_ns), change, floor, cell.reason or "")
 
 
 def _us(nanoseconds: float | None) -> str:

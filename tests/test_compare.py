@@ -163,6 +163,17 @@ def test_a_significant_control_voids_the_run(side: int) -> None:
     assert result.exit_code is ExitCode.UNCLEAR, "not a regression, though a cell looks like one"
 
 
+@pytest.mark.parametrize(("limits", "void"), [((), True), ((Threshold("*", 0.02, "cards differ"),), False)])
+def test_a_control_under_the_threshold_is_noise(limits: tuple[Threshold, ...], void: bool) -> None:
+    """Two copies of one buffer can differ by a percent: significant, and under what anybody calls a change."""
+    random = generator(6)
+    control = [record(rounds(random, QUIET, slower=shift), f"sdpa{name}", 1) for name, shift in (("", 0.0), ("#2", 0.012))]
+    new = [record(rounds(random, QUIET, slower=0.03), when=1), *control]
+    result = compare([record(rounds(random, QUIET))], new, Rules(thresholds=limits))
+    assert bool(result.void) is void and (result.noise_floor or 0) > 0.011
+    assert result.exit_code is (ExitCode.UNCLEAR if void else ExitCode.REGRESSION)
+
+
 def test_the_spread_of_good_runs_raises_the_floor_and_the_middle_one_is_compared() -> None:
     random = generator(7)
     window = [record(rounds(random, QUIET, slower=shift), when=when) for when, shift in enumerate((0.0, 0.04, 0.02))]
@@ -226,7 +237,8 @@ def test_throttled_and_invalid_rows_give_no_verdict(side: int) -> None:
     sides = [record([[100.0]] * 10), record([[150.0]] * 10, when=1)]
     sides[side] = replace(sides[side], outcome=Outcome.THROTTLED, reason="clocks moved")
     cell = one([sides[0]], [sides[1]])
-    assert cell.verdict is Verdict.INVALID and "clocks moved" in (cell.reason or "")
+    expected = (Verdict.INVALID, Coverage.KEPT) if side else (Verdict.NOT_COMPARABLE, Coverage.GAINED)
+    assert (cell.verdict, cell.coverage) == expected and "clocks moved" in (cell.reason or "")
     invalid = replace(record([[1.0]] * 10, when=1), outcome=Outcome.INVALID, reason="above the roof")
     result = compare([record([[100.0]] * 10)], [invalid])
     assert result.having(Verdict.INVALID) and result.exit_code is ExitCode.UNCLEAR

@@ -113,6 +113,22 @@ def test_lost_rows_are_no_good_night(run: Night, tmp_path: Path) -> None:
     assert run(lost) == 2 and len(baselines(tmp_path)) == 1
 
 
+def test_rows_that_throttled_are_measured_again(run: Night, tmp_path: Path) -> None:
+    run(night_of(0), accept=True)
+    hot = night_of(1)
+    hot[0] = replace(hot[0], outcome=Outcome.THROTTLED, reason="clocks moved")
+    assert run(hot) == 2
+    assert run.commands == ["doctor", "sweep", "sweep", "profile", "profile", "gate", "report"]  # type: ignore[attr-defined]
+
+
+def test_a_row_of_the_baseline_that_throttled_gets_a_successor(run: Night, tmp_path: Path) -> None:
+    hot = night_of(0)
+    hot[0] = replace(hot[0], outcome=Outcome.THROTTLED, reason="clocks moved")
+    assert run(hot, accept=True) == 0
+    assert run(night_of(1)) == 0 and len(baselines(tmp_path)) == 2
+    assert run(night_of(2, slower=0.05)) == 2, "suspicious against the night that was cool"
+
+
 def test_another_machine_has_its_own_baselines(run: Night, tmp_path: Path) -> None:
     run(night_of(0), accept=True)
     other = [replace(each, environment=MACHINE | {"driver": "590.1"}) for each in night_of(1)]
@@ -126,9 +142,9 @@ def test_a_sweep_that_cannot_run_ends_the_night(run: Night, tmp_path: Path) -> N
 
 def test_thresholds_of_the_night_have_reasons_and_fit_the_cells() -> None:
     limits = load_thresholds(ROOT / "ci" / "thresholds.toml")
-    assert threshold(limits, "llama-3.1-8b attention 128K x 16 budget 2048 flashinfer") == 0.02
-    assert threshold(limits, "llama-3.1-8b attention 8K x 1 budget 2048 flashinfer") == 0.04
-    assert threshold(limits, "llama-3.1-8b attention 128K x 1 budget 2048 flashinfer") == 0.02
+    assert threshold(limits, "llama-3.1-8b attention 128K x 16 budget 2048 flashinfer").change == 0.02
+    assert threshold(limits, "llama-3.1-8b attention 8K x 1 budget 2048 flashinfer").change == 0.04
+    assert threshold(limits, "llama-3.1-8b attention 128K x 1 budget 2048 flashinfer").change == 0.02
 
 
 def test_profiled_cases_are_cells_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
