@@ -29,7 +29,7 @@ def gate(
     json_to: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Judge a run; what looks slower is measured again in 3 fresh processes.  Exit codes as of `compare`."""
+    """Judge a run; what looks slower, or throttled, is measured again in 3 fresh processes.  Exit codes as of `compare`."""
     output.check_target(json_to)
     if not 0.01 <= vouch <= 0.5:
         raise UserError(f"--vouch {vouch:g} is refused; use 0.01 to 0.5, where 0.05 is 5 %")
@@ -44,10 +44,16 @@ def gate(
     kept = Path(reruns or f"{new.rstrip('/')}-reruns") / judged_at
 
     def rerun(suspects: list[Cell], number: int) -> list[Record]:
-        from bench.progress import Progress  # torch: only where something must be measured
+        import torch  # only where something must be measured
+
+        from bench.progress import Progress
         from harness.rerun import in_fresh_processes
         from harness.run import RunOptions
 
+        if any(suspect.case["device"] == "cuda" for suspect in suspects) and not torch.cuda.is_available():
+            if number == 0:
+                output.say("no CUDA device here: run this on the machine of NEW, which can measure its suspects again")
+            return []
         options = RunOptions(command=shlex.join(["locks-bench", *sys.argv[1:]]))
         with Progress(total=len(suspects)) as progress:
             return in_fresh_processes(after, kept, options, progress.on_event)(suspects, number)

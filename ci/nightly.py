@@ -18,7 +18,7 @@ from pathlib import Path
 from harness.compare import Rules, control
 from harness.errors import UserError
 from harness.machine import MachineKey
-from harness.record import Outcome, Record
+from harness.record import Record
 from harness.store import FILE, load
 from harness.thresholds import load_thresholds
 
@@ -40,8 +40,6 @@ def nightly(options: argparse.Namespace) -> int:
     locks_bench("doctor")
     if code := locks_bench("sweep", options.suite, "--store", night, "--time-budget", options.budget):
         return code
-    if any(record.outcome is Outcome.THROTTLED for record in load([night])):  # they are measured again, others are not
-        locks_bench("sweep", options.suite, "--store", night, "--time-budget", options.budget)
     for case in options.profile:
         locks_bench("profile", case, "--store", night, "--timeout", "2m")  # a status at worst: the times stand
     records = load([night])
@@ -62,9 +60,10 @@ def nightly(options: argparse.Namespace) -> int:
 
 def accepted(records: list[Record]) -> int:
     """0 if the night may be a baseline: its A/A comparison is there and finds nothing."""
-    void, noise = control(records, Rules(thresholds=load_thresholds(THRESHOLDS)))
-    print(f"A/A comparison: {void or ('is missing' if noise is None else f'changes up to {noise:.2%} are noise')}")
-    return 2 if void or noise is None else 0
+    found = control(records, Rules(thresholds=load_thresholds(THRESHOLDS)))
+    said = "is missing" if found.noise is None else f"changes up to {found.noise:.2%} are noise"
+    print(f"A/A comparison: {found.void or said}")
+    return 2 if found.void or found.noise is None else 0
 
 
 def keep(night: Path, baselines: Path, good: list[Path]) -> None:

@@ -28,25 +28,24 @@ TIMED = (Outcome.OK, Outcome.THROTTLED)
 @dataclass(frozen=True)
 class Rules:
     """alpha: per cell.  false_discovery_rate: of a grid [Benjamini and Hochberg].  window: records of BASE per cell, the
-    latest ones."""
+    latest ones.  succeeds: a cell of which BASE only has THROTTLED records counts as new, and not as INVALID."""
 
     alpha: float = 0.001
     false_discovery_rate: float = 0.01
     window: int = 10
     thresholds: Sequence[Threshold] = ()
+    succeeds: bool = False
 
 
 def compare(base: Iterable[Record], new: Iterable[Record], rules: Rules | None = None) -> Comparison:
     """Verdicts of NEW against BASE for every cell that either has."""
     rules, base, new = rules or Rules(), list(base), list(new)
-    void, noise = control(new, rules)
-    base_void, base_noise = control(base, rules)
-    void = void or (f"BASE: {base_void}" if base_void else None)
-    noises = [one for one in (noise, base_noise) if one is not None]
+    controls = [control(side, rules) for side in (new, base)]
+    void = controls[0].void or (f"BASE: {controls[1].void}" if controls[1].void else None)
     windows, latest = _by_cell(base), {cell: found[-1] for cell, found in _by_cell(new).items()}
     names = list(dict.fromkeys([*latest, *windows]))
-    drafts = [_draft(windows.get(name, []), latest.get(name), max(noises, default=0.0), rules) for name in names]
-    return Comparison(_judged(drafts, rules), void, max(noises, default=None))
+    drafts = [_draft(windows.get(name, []), latest.get(name), controls, rules) for name in names]
+    return Comparison(_judged(drafts, rules), void, max((one.noise for one in controls if one.noise is not None), default=None))
 
 
 def cell_key(record: Record) -> str:
@@ -64,28 +63,45 @@ def cell_name(record: Record) -> str:
     return f"{case['model']['name']} {case['level']} {ctx} x {case['batch']} budget {budget} {record.backend}"
 
 
-def control(records: Iterable[Record], rules: Rules) -> tuple[str | None, float | None]:
-    """The A/A comparisons of a run: why it is void, if it is, and the largest change they cannot rule out.
+@dataclass(frozen=True)
+class Control:
+    """The A/A comparisons of a run.
 
-    It is void where one finds what would be a change of another cell, above the cell's threshold.  Less than that is real (two
-    copies of one buffer can differ by a percent in time, always the same one) and raises the effect floor.
+    void    why the run is: one of them found a change above the threshold of its cell.  Less than that is real (two copies of
+            one buffer can differ by a percent in time, always the same one) and raises the effect floor
+    noises  time of each in ns, and the largest change that it cannot rule out
     """
+
+    void: str | None
+    noises: list[tuple[float, float]]
+
+    @property
+    def noise(self) -> float | None:
+        return max((noise for _, noise in self.noises), default=None)
+
+    def noise_at(self, ns: float) -> float:
+        """Of the comparison whose time is nearest: what shakes a step of 10 us does not shake one of 1 ms."""
+        return min(self.noises, key=lambda one: abs(math.log(one[0] / ns)), default=(0.0, 0.0))[1]
+
+
+def control(records: Iterable[Record], rules: Rules) -> Control:
+    """What the second instances ("flashinfer#2") in a run tell."""
     by_cell = {cell_key(record): record for record in sorted(records, key=lambda record: record.time)}
     effects = []
     for record in by_cell.values():
         if record.backend.endswith(CONTROL):
             first = by_cell.get(cell_key(replace(record, backend=record.backend.removesuffix(CONTROL))))
             if first and first.rounds_ns and record.rounds_ns and (effect := paired_effect(first.rounds_ns, record.rounds_ns)):
-                effects.append((record, effect))
+                effects.append((first, effect))
     void = next(
         (
-            f"A/A comparison of {cell_name(record)} found {effect.change:+.1%} (p = {effect.p:.1g}) where there is no change"
-            for record, effect in effects
-            if effect.p < rules.alpha and abs(effect.change) > threshold(rules.thresholds, cell_name(record)).change
+            f"A/A comparison of {cell_name(first)} found {effect.change:+.1%} (p = {effect.p:.1g}) where there is no change"
+            for first, effect in effects
+            if effect.p < rules.alpha and abs(effect.change) > threshold(rules.thresholds, cell_name(first)).change
         ),
         None,
     )
-    return void, max((max(abs(effect.low), abs(effect.high)) for _, effect in effects), default=None)
+    return Control(void, [(latency_ns(first), max(abs(effect.low), abs(effect.high))) for first, effect in effects])
 
 
 def latency_ns(record: Record) -> float:
@@ -106,7 +122,7 @@ def _by_cell(records: Iterable[Record]) -> dict[str, list[Record]]:
     return cells
 
 
-def _draft(base: list[Record], new: Record | None, noise: float, rules: Rules) -> Cell:
+def _draft(base: list[Record], new: Record | None, controls: Sequence[Control], rules: Rules) -> Cell:
     """A cell with everything but the verdict on its effect: UNCLEAR stands for that."""
     good = [record for record in base if timed(record)]
     shown = new or base[-1]
@@ -123,13 +139,14 @@ def _draft(base: list[Record], new: Record | None, noise: float, rules: Rules) -
     if new.outcome is Outcome.THROTTLED:
         return replace(cell, verdict=Verdict.INVALID, reason=f"NEW is THROTTLED: {new.reason}")
     settled = [record for record in alike if record.outcome is Outcome.OK][-rules.window :]
-    if not settled:
+    if not settled and rules.succeeds:
         return _uncovered(cell, settled, alike, new)
-    alike = settled
-    alike.sort(key=latency_ns)
+    if not settled:
+        return replace(cell, verdict=Verdict.INVALID, reason=f"BASE is THROTTLED: {alike[-1].reason}")
+    alike = sorted(settled, key=latency_ns)
     middle = alike[len(alike) // 2]
     spread = max(latency_ns(alike[-1]) / latency_ns(middle), latency_ns(middle) / latency_ns(alike[0])) - 1
-    floor = max(limit.change, noise, spread)
+    floor = max(limit.change, spread, *(one.noise_at(latency_ns(middle)) for one in controls))
     if floor > MOST:
         return replace(
             cell, verdict=Verdict.INVALID, reason=f"noise of {floor:.0%} hides any change; measure on a quiet machine"

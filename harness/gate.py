@@ -27,7 +27,7 @@ class GateRules:
 
 @dataclass(frozen=True)
 class Gate:
-    """`comparison` after both stages; `suspects` are the names that the first one found."""
+    """`comparison` after both stages; `suspects` are the names that the first one found: slower, or throttled tonight."""
 
     comparison: Comparison
     suspects: list[str]
@@ -35,7 +35,7 @@ class Gate:
 
     @property
     def alarms(self) -> list[Cell]:
-        return _alarming(self.comparison)
+        return [cell for cell in self.comparison.having(Verdict.SLOWER) if cell.decides]
 
     @property
     def exit_code(self) -> ExitCode:
@@ -48,10 +48,16 @@ class Gate:
 
 
 def gate(history: Iterable[Record], new: Iterable[Record], rerun: Rerun, rules: GateRules | None = None) -> Gate:
-    """Compare NEW with the window of good runs; a SLOWER cell stays one only if the median of its re-runs is SLOWER too."""
+    """Compare NEW with the window of good runs; a SLOWER cell stays one only if the median of its re-runs is SLOWER too.
+
+    A cell that throttled gets the verdict of its re-runs; one of which the window has only throttled times is new.
+    """
     rules, history, new = rules or GateRules(Rules()), list(history), list(new)
+    rules = replace(rules, compare=replace(rules.compare, succeeds=True))
     first = compare(history, new, rules.compare)
-    suspects = [] if first.void else _alarming(first)
+    throttled = {cell_key(record) for record in new if record.outcome is Outcome.THROTTLED}
+    doubted = [*first.having(Verdict.SLOWER), *(cell for cell in first.having(Verdict.INVALID) if cell.key in throttled)]
+    suspects = [] if first.void else [cell for cell in doubted if cell.decides]
     notes = _changes(history, new)
     if not suspects:
         return Gate(replace(first, notes=notes), [], rules.vouch)
@@ -59,10 +65,6 @@ def gate(history: Iterable[Record], new: Iterable[Record], rerun: Rerun, rules: 
     second = {cell.key: cell for cell in compare(history, _medians(runs, suspects, rules.processes), rules.compare).cells}
     cells = [_agreed(cell, second.get(cell.key)) if cell in suspects else cell for cell in first.cells]
     return Gate(replace(first, cells=cells, notes=notes), [cell.name for cell in suspects], rules.vouch)
-
-
-def _alarming(comparison: Comparison) -> list[Cell]:
-    return [cell for cell in comparison.having(Verdict.SLOWER) if cell.decides]
 
 
 def _medians(runs: Sequence[Record], suspects: Sequence[Cell], processes: int) -> list[Record]:
@@ -76,11 +78,13 @@ def _medians(runs: Sequence[Record], suspects: Sequence[Cell], processes: int) -
 
 
 def _agreed(first: Cell, second: Cell | None) -> Cell:
-    assert first.effect is not None
-    seen = f"{first.effect.change:+.1%} at first"
+    seen = f"{first.effect.change:+.1%} at first" if first.effect else "throttled at first"
     if second is None or second.effect is None:
-        return replace(first, verdict=Verdict.UNCLEAR, reason=f"{seen}; could not be measured again in fresh processes")
+        verdict = Verdict.UNCLEAR if first.effect else first.verdict
+        return replace(first, verdict=verdict, reason=f"{seen}; could not be measured again in fresh processes")
     again = f"{second.effect.change:+.1%} in fresh processes"
+    if not first.effect:
+        return replace(second, reason=f"{seen}, {again}")
     if second.verdict is Verdict.SLOWER:
         return replace(first, reason=f"{seen}, {again}")
     return replace(second, reason=f"{seen}, {again}: not confirmed")

@@ -52,7 +52,7 @@ def load_thresholds(file: Path) -> list[Threshold]:
         raise UserError(f"--thresholds {file} cannot be read ({getattr(error, 'strerror', 'not text')})") from error
     try:
         tables = tomllib.loads(text)["threshold"]
-        return [_threshold(**table) for table in tables]
+        return [_threshold(table) for table in tables]
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{file} is no file of thresholds ({type(error).__name__}: {error}); "
@@ -60,7 +60,9 @@ def load_thresholds(file: Path) -> list[Threshold]:
         ) from error
 
 
-def _threshold(cells: str, change: float, reason: str, decides: bool = True) -> Threshold:
-    if not isinstance(decides, bool):
-        raise TypeError(f"decides = {decides!r} is not true or false")
-    return Threshold(str(cells), float(change), str(reason), decides)
+def _threshold(table: dict[str, object]) -> Threshold:
+    kinds = {"cells": str, "change": float, "reason": str, "decides": bool}
+    for name, value in table.items():
+        if not isinstance(value, kinds.get(name, ())):
+            raise TypeError(f"{name} = {value!r}")
+    return Threshold(**table)  # type: ignore[arg-type]

@@ -122,8 +122,8 @@ class LocksDecoder:
     cache, sequences  the layer's paged cache and the batch's tables (see cache.py)
     kernels           "auto", "cuda", "triton" or "reference"; `.kernels` tells which one runs
     share             another layer's decoder whose workspace to use
-    starts_early      the kernel ahead of a step writes no length, no block table and no summary, as in a model, where it is the
-                      query's projection: "cuda" then reads them before that kernel has ended
+    starts_early      no kernel that may still run when a step starts writes lengths, block table or summaries, as in a model,
+                      where the query's projection is ahead: "cuda" then reads them before that has ended
     """
 
     def __init__(

@@ -85,12 +85,12 @@ def _noise(good: list[Entry]) -> str:
 
 
 def _control(panel: Panel) -> str:
-    void, noise = control([entry.record for entry in panel.entries], Rules())
-    if void:
-        return f"The run is void: {void}."
-    if noise is None:
+    found = control([entry.record for entry in panel.entries], Rules())
+    if found.void:
+        return f"The run is void: {found.void}."
+    if found.noise is None:
         return "No backend was measured twice under two names (A/A), so the noise between backends is not known."
-    return f"A/A: one backend under two names differs by at most {100 * noise:.2f} %."
+    return f"A/A: one backend under two names differs by at most {100 * found.noise:.2f} %."
 
 
 def _clocks(good: list[Entry]) -> str:

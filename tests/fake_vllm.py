@@ -240,7 +240,8 @@ def engine(layers: dict[str, Any], **more: Any) -> Any:
         "model_config": SimpleNamespace(
             hf_text_config=SimpleNamespace(num_hidden_layers=2), max_model_len=512, dtype=torch.bfloat16
         ),
-        "scheduler_config": SimpleNamespace(max_num_seqs=8),
+        "scheduler_config": SimpleNamespace(max_num_seqs=8, async_scheduling=True),
+        "cache_config": SimpleNamespace(enable_prefix_caching=True),
         "parallel_config": SimpleNamespace(**parallel),
         "attention_config": SimpleNamespace(use_non_causal=False),
         "speculative_config": None,

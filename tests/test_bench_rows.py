@@ -85,6 +85,7 @@ def test_speedup_is_against_the_fastest_dense_of_the_same_case() -> None:
         failed(case(), "fa3", Outcome.INCORRECT, "zeros"),
         measured(case(), "fa3", 1.0, outcome=Outcome.THROTTLED),
         measured(case(), "locks-triton", 1.0),
+        measured(case(), "flashinfer#2", 1.0),
     ],
 )
 def test_no_speedup_against_what_cannot_be_compared(rival: object) -> None:

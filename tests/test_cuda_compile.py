@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from locks_kernels.cuda import projection
-from locks_kernels.cuda.launch import ATTEND_RING, Launch
+from locks_kernels.cuda.launch import ATTEND_RING, RESERVED_SHARED_BYTES, SELECT_STATIC_BYTES, SELECT_THREADS, Launch
 from locks_kernels.cuda.program import compile_cubin
 from locks_kernels.shapes import DecodeShape
 
@@ -48,6 +48,7 @@ REGISTERS = {
 # Memory instructions that a kernel may have in front of its wait.  The lengths come by LDG.E, the query by LDG.E.128; scores,
 # their parts, tables, block table and pages must not, though C++ lets a compiler move loads through `const __restrict__`.
 BEFORE_THE_WAIT = {
+    "score": {},  # of the appending warps, which come first; the others read records and lengths before theirs
     "select_pages": {"LDG.E": 99},
     "attend": {"LDG.E": 1, "LDG.E.128": 99},
     "build": {},
@@ -112,9 +113,27 @@ def test_kernels_compile_do_not_spill_and_wait(name: str, arch: str, tmp_path: P
             kernels.add(kernel)
             assert stack <= SPILLS.get((kernel, name, arch), 0), f"{kernel} spills {stack} bytes with {macros}"
             assert registers <= REGISTERS[kernel][name], f"{kernel} takes {registers} registers with {macros}"
-            if arch != "sm_80" and kernel != "score":  # which waits at its end
+            if arch != "sm_80":
                 assert waits[kernel] <= Counter(BEFORE_THE_WAIT[kernel]), f"{kernel} before its wait: {waits[kernel]}"
     assert kernels == set(REGISTERS)
+
+
+@pytest.mark.parametrize("name", ("llama", "narrow"))
+def test_the_selection_fits_beside_the_scorer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 at 128K, in registers and shared memory, so that it is there when the last score is written."""
+    monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path / "cache"))
+    plan = Launch(SHAPES[name], 1, 8192, 2048 // SHAPES[name].page_size, 132, SHARED_BYTES["sm_90a"])
+    cluster = plan.select_cluster(16)
+    score, select = (
+        resources(compile_cubin(source, macros, "sm_90a"), tmp_path)
+        for source, macros in (("score", plan.score_macros), ("select", {**plan.macros, "CLUSTER": cluster}))
+    )
+    of_partition = 0  # four of them share an SM's warps
+    for warps, (registers, _) in ((plan.score_threads // 32, score["score"]), (SELECT_THREADS // 32, select["select_pages"])):
+        of_partition += -(-warps // 4) * 32 * (-(-registers // 8) * 8)
+    assert of_partition <= 16384
+    shared = plan.score_ring_bytes + plan.select_shared_bytes(cluster) + RESERVED_SHARED_BYTES + SELECT_STATIC_BYTES
+    assert shared <= 228 << 10
 
 
 # columns, epilogue, norm, D: most registers a thread.  Up to 128, two blocks share an SM.

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from comparison_fakes import record, rounds
 from harness_fakes import bench, tiny_case
 
@@ -28,9 +29,16 @@ from harness.store import Store, load
 from harness.thresholds import Threshold
 from harness.verdict import Cell, ExitCode, Verdict
 from harness.worker import InProcess, Settings
+from reports.verdicts import headline
 
 QUIET = 0.001
 random = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before."""
+    monkeypatch.setattr(sys.modules[__name__], "random", np.random.default_rng(2))
 
 
 def history(count: int = 3) -> list[Record]:
@@ -78,6 +86,21 @@ def test_a_suspect_that_cannot_be_measured_again_is_unclear() -> None:
     assert found.exit_code is ExitCode.UNCLEAR and not found.alarms
 
 
+@pytest.mark.parametrize(
+    ("again", "verdict"),
+    [((0.0, 0.0, 0.05), Verdict.SAME), ((0.05, 0.05, 0.0), Verdict.SLOWER), (None, Verdict.INVALID)],
+)
+def test_what_throttled_is_measured_again(again: tuple[float, ...] | None, verdict: Verdict) -> None:
+    hot = {"outcome": Outcome.THROTTLED, "reason": "clocks moved"}
+    reruns = Reruns(*again) if again else Reruns(0.0, 0.0, 0.0, **hot)
+    found = gate(history(), tonight(**hot), reruns)
+    assert reruns.asked == [["locks"]] * 3
+    (cell,) = (cell for cell in found.comparison.cells if cell.backend == "locks")
+    assert cell.verdict is verdict and "throttled at first" in (cell.reason or "")
+    codes = {Verdict.SAME: ExitCode.OK, Verdict.SLOWER: ExitCode.REGRESSION, Verdict.INVALID: ExitCode.UNCLEAR}
+    assert found.exit_code is codes[verdict]
+
+
 def test_a_faster_build_passes() -> None:
     assert gate(history(), tonight(-0.2), Reruns()).exit_code is ExitCode.OK
 
@@ -99,7 +122,8 @@ def test_a_cell_that_does_not_decide_is_shown(changes: dict[str, Any]) -> None:
     (cell,) = (cell for cell in found.comparison.cells if cell.backend == "locks")
     assert cell.verdict in (Verdict.SLOWER, Verdict.INVALID) and not cell.decides
     assert found.exit_code is ExitCode.OK and again.asked == [] and found.alarms == []
-    assert gate(history(), tonight(**changes), again).exit_code is not ExitCode.OK
+    assert headline(found.comparison, found.exit_code) == f"no regression (1 {cell.verdict} (shown only), 1 SAME)"
+    assert gate(history(), tonight(**changes), Reruns(0.1, 0.1, 0.1)).exit_code is ExitCode.REGRESSION
 
 
 def test_a_void_run_is_not_measured_again() -> None:
@@ -222,3 +246,10 @@ def test_gate_on_the_command_line(call: Callable[..., tuple[int, str, str]], tmp
     assert code == 0 and "no regression" in out
     code, _, err = call("gate", base, new, "--vouch", "5")
     assert code == 2 and "--vouch 5 is refused" in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine could measure the suspect")
+def test_suspects_of_another_machine_are_judged_as_they_are(call: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    base, new = keep(tmp_path / "base", history()), keep(tmp_path / "new", tonight(0.06))
+    code, out, err = call("gate", base, new)
+    assert code == 2 and "could not be measured again" in out and err.count("no CUDA device here") == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import fake_vllm
@@ -68,6 +69,30 @@ def test_decodes_only_and_rows_of_padding(world: Any) -> None:
     layer.impl.forward(layer, w.random(3, HQ, D), keys, keys, layer.kv_cache, w.builder.build(0, common), padded)
     assert padded[0].isfinite().all() and (padded[1:] == 0).all()
     assert layer.impl.rows_attended == attended
+
+
+def test_summaries_of_the_same_batch_are_waited_for(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that another one of the batch shares up to its last token comes as a decode."""
+    told, plain = [], ReferenceStages.score
+
+    def score(stages: ReferenceStages, query: torch.Tensor, summaries_ready: bool = True) -> None:
+        told.append(summaries_ready)
+        plain(stages, query)
+
+    monkeypatch.setattr(ReferenceStages, "score", score)
+    w = world()
+    shared = [*FRESH, *range(40, 44)]
+    out, at = w.step([(shared, 96, 1), (FRESH, 0, 96)])
+    assert told == [False, False]  # of two layers
+    torch.testing.assert_close(out[0, :1], w.sparse(w.layers[0], at, 1))
+    told.clear()
+    w.step([(shared, 97, 1)])
+    assert told == [True, True]
+    told.clear()
+    step_by_step = world(scheduler_config=SimpleNamespace(max_num_seqs=8, async_scheduling=False))
+    prefilled(step_by_step)
+    step_by_step.step([(LONG, 190, 1)])
+    assert told == [False, False], "it may share what another request decodes in the same step"
 
 
 def test_prompts_only(world: Any) -> None:

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
     const int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * kept;
     const int* physical = block_table + static_cast<int64>(sequence) * max_pages;
-    const int length = seq_lens[sequence];  // like the query it was final before the selection could start
+    const int length = seq_lens[sequence];  // like the query it is final: the selection had waited before it let this start
 
     uint32 q[2 * KEY_CHUNKS][4];
 #pragma unroll

@@ -73,8 +73,11 @@ class Launch:
 
     @cached_property
     def append_warps(self) -> int:
-        """Warps of a scorer's block that append: those of larger pages would take more registers than it has a thread."""
-        return APPEND_WARPS if self.shape.page_size == 16 and self.shape.head_dim <= 128 else 0
+        """Warps of a scorer's block that append: none for larger pages, which would take more registers than it has, nor for
+        more tokens than warps, as a launch of its own then finishes pages sooner."""
+        fits = self.shape.page_size == 16 and self.shape.head_dim <= 128
+        blocks = self.score_blocks * (self.shape.kv_heads // self.score_heads)
+        return APPEND_WARPS if fits and self.batch * self.shape.kv_heads <= APPEND_WARPS * blocks else 0
 
     @property
     def score_threads(self) -> int:

@@ -19,7 +19,7 @@
 // in flight per warp, APPEND_WARPS, SHARED_BYTES for the ring.
 constexpr int SUBS = WARPS / HEADS;
 constexpr int THREADS = 32 * (WARPS + 1 + APPEND_WARPS);
-constexpr int BEHIND_PREVIOUS = 0, FROM_START = 2;  // of `ready`
+enum Ready { NOTHING, ALL_BUT_TOKEN, ALL };  // when this kernel starts; see `ready`
 // With the appending warps a thread gets 96 registers, as if there were 640: more, and the selection's block would not fit beside.
 constexpr int REGISTERS_OF = APPEND_WARPS && THREADS < 640 ? 640 : THREADS;
 constexpr int STAGE_BYTES = GROUP_PAGES * PAGE_BYTES;
@@ -62,8 +62,7 @@ __device__ __forceinline__ void include(Running& running, float mass) {
 // summaries [num_pages, kv_heads, RECORD], pages summary_stride bytes apart; query [B, kv_heads * G, D], rows query_stride elements
 // apart; scores [B, kv_heads * G, score_stride];
 // partials [B, kv_heads * G, gridDim.x * SUBS] (largest, sum): log-sum-exp of the scores by warp, in powers of two.
-// ready: what the kernel ahead left alone, or had finished before it let this one start: BEHIND_PREVIOUS nothing; 1 all but the
-// query and the new token; FROM_START the query too.
+// ready: what no kernel that may still run writes: NOTHING is sure; ALL_BUT_TOKEN but the query, the new key and value; ALL.
 // new_keys, new_values [B, kv_heads, D]: written at position seq_lens - 1 of keys and values, strides in elements; null for none.
 extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
     score(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
@@ -84,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
         barriers_ready();
     }
     __syncthreads();
-    let_next_kernel_start();
-    if (ready == BEHIND_PREVIOUS) wait_for_previous_kernel();
+    if (ready == NOTHING) wait_for_previous_kernel();
+    let_next_kernel_start();  // the selection reads lengths as soon as it starts
 #if APPEND_WARPS
     if (warp > WARPS) {
         __shared__ Scratch<1> scratch[APPEND_WARPS];
@@ -132,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
     } else {
         const int head = first_head + warp % HEADS, sub = warp / HEADS;
         int slot = 0, round = 0, turn = 0;
-        if (ready != FROM_START) wait_for_previous_kernel();
+        if (ready != ALL) wait_for_previous_kernel();
         for (uint32 at = begin; at < end; ++sequence, page = 0) {
             const int stop = min(scored_pages(seq_lens[sequence], recent_pages), page + static_cast<int>(end - at));
             if (stop == page) continue;

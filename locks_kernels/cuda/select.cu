@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (tid < 32) warp_above[tid] = warp_equal[tid] = 0;
     if (tid < MAX_ROUNDS) block_lowest[tid] = EXCLUDED, block_highest[tid] = 0;
     if (tid == 0) own_candidates = chosen_before = 0;
-    // Lengths were final before the scorer could start; only its scores must be waited for.
+    // Lengths were final before the scorer let this kernel start; only its scores must be waited for.
     const int pages = (seq_lens[sequence] + PAGE - 1) / PAGE;
     int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * table_pages;
     const int scored = pages - recent_pages, ranked = kept - sink_pages - recent_pages;

@@ -28,8 +28,8 @@ def plan_on(device: torch.device, shape: DecodeShape, batch: int, max_pages: int
     return Launch(shape, batch, max_pages, table_pages, properties.multi_processor_count, shared_bytes)
 
 
-# What is final when the scorer starts, beside the kernel ahead of it; score.cu.
-READY_NOTHING, READY_BUT_TOKEN, READY_ALL = 0, 1, 2
+# `Ready` of score.cu: what no kernel that may still run writes when the scorer starts.
+NOTHING, ALL_BUT_TOKEN, ALL = range(3)
 
 
 class CudaStages:
@@ -170,11 +170,11 @@ class CudaStages:
 
     def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self._check_token(query=query)
-        self._score(query, READY_ALL if summaries_ready else READY_NOTHING, ((0,), (0,)))
+        self._score(query, ALL if summaries_ready else NOTHING, ((0,), (0,)))
 
     def append_score(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None:
         self._check_token(query=query, keys=keys, values=values)
-        self._score(query, READY_BUT_TOKEN if starts_early else READY_NOTHING, (keys, values))
+        self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, (keys, values))
 
     def _score(self, query: torch.Tensor, ready: int, new_token: tuple[torch.Tensor, ...] | tuple[tuple[int], ...]) -> None:
         cache, sequences, plan = self.cache, self.sequences, self.plan

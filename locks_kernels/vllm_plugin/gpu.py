@@ -66,11 +66,13 @@ class LocksMetadata(FlashAttentionMetadata):
     decodes  rows in front that decode one token each
     stages   for them, of no layer yet
     prefill  the rows behind them; None where there are none
+    summaries_ready  no row in front can rank a page that this batch completes for another
     """
 
     decodes: int = 0
     stages: Stages | None = None
     prefill: FlashAttentionMetadata | None = None
+    summaries_ready: bool = True
 
 
 class LocksBuilder(FlashAttentionMetadataBuilder):
@@ -96,6 +98,10 @@ class LocksBuilder(FlashAttentionMetadataBuilder):
         self.served = layers.serve(kv_cache_spec, layer_names, vllm_config, kernels)
         self.all_served = len(self.served) == len(layer_names)
         self.supports_draft_decode_metadata_update &= not self.served
+        # A block is in the prefix cache as soon as its last token is scheduled, so a request can be scheduled in the same step
+        # that shares it and lacks one token more: a decode.  Asynchronous scheduling knows only a prompt's tokens so early.
+        config = vllm_config.scheduler_config
+        self.shares_decoded = vllm_config.cache_config.enable_prefix_caching and not config.async_scheduling
         # Its own, as a builder plans FlashAttention-3 in one place of memory.
         self.prefills = FlashAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -110,6 +116,7 @@ class LocksBuilder(FlashAttentionMetadataBuilder):
         if decodes:
             metadata.decodes = decodes
             metadata.stages = self._stages(common, decodes)
+            metadata.summaries_ready = not (prefills or self.shares_decoded)
             if prefills:
                 metadata.prefill = self.prefills.build(0, behind(common, decodes, decode_tokens), fast_build)
         return metadata
@@ -207,9 +214,7 @@ class LocksImpl(FlashAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         decodes = attn_metadata.decodes
         stages = self.served.stages(attn_metadata.stages, kv_cache)
-        # In a batch that also prefills, pages of a decoding request may be among those just written: a prompt that another one
-        # shares up to its last token, scheduled in the same step.
-        stages.score(query[:decodes], summaries_ready=attn_metadata.prefill is None)
+        stages.score(query[:decodes], summaries_ready=attn_metadata.summaries_ready)
         stages.select()
         stages.attend(query[:decodes], output[:decodes])
         if (prefill := attn_metadata.prefill) is not None:
