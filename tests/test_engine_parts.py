@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.request import Request, cases
+from harness.engine import cells
 from harness.engine.cells import BACKENDS, parse_engine_args, plugin_options, resolve
 from harness.engine.gate import prompt_lengths
 from harness.engine.model import read_folder, write_folder
@@ -104,6 +105,26 @@ def test_names_of_this_level() -> None:
     with pytest.raises(UserError, match="did you mean 'flashinfer'"):
         resolve("flash-infer", "cuda")
     assert [name for name, backend in BACKENDS.items() if not backend.dense] == ["locks"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "found", "told"),
+    [
+        ("fa3", "ImportError: cannot import name 'x' from 'flashinfer.autotuner'", "0.6.6", True),
+        ("fa3", "ImportError: cannot import name 'x' from 'flashinfer.autotuner'", "0.7.0", False),
+        ("fa3", "CUDA error: an illegal memory access", "0.6.6", False),
+        ("flashinfer", "ValueError: not valid for this configuration", "0.6.6", True),
+        ("locks", "ImportError: flashinfer", None, False),
+    ],
+)
+def test_a_failure_by_another_flashinfer_names_both(
+    backend: str, error: str, found: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "_wanted_flashinfer", lambda: "flashinfer-python==0.7.0")
+    monkeypatch.setattr(cells, "version", lambda package: found)
+    said = BACKENDS[backend].mismatch(error)
+    assert (said is not None) is told
+    assert said is None or ("0.6.6 is installed" in said and "pip install 'flashinfer-python==0.7.0'" in said)
 
 
 def test_the_plugin_understands_its_options() -> None:

@@ -77,12 +77,15 @@ class EngineBackend:
             return None
         return f"FlashAttention {self.flash_attention} is not supported here: the engine took {sorted(map(str, versions))}"
 
-    def mismatch(self) -> str | None:
-        """What vLLM wants of the library behind the backend if another version is installed, for the reason of a failure."""
+    def mismatch(self, error: str) -> str | None:
+        """What vLLM wants of FlashInfer if another version is installed, for the reason of a failure that has to do with it:
+        vLLM imports what is there for engines of other backends, too."""
         wanted, found = _wanted_flashinfer(), version("flashinfer-python")
-        if self.name != "flashinfer" or wanted is None or wanted == f"flashinfer-python=={found}":
+        if wanted is None or found is None or wanted == f"flashinfer-python=={found}":
             return None
-        return f"vLLM {vllm_version()} wants {wanted}, and {found} is installed"
+        if self.name != "flashinfer" and "flashinfer" not in error.lower():
+            return None
+        return f"vLLM {vllm_version()} wants {wanted}, and {found} is installed: pip install '{wanted}'"
 
 
 BACKENDS = {

@@ -113,7 +113,7 @@ def outcome_of(error: str) -> Outcome:
 
 def break_off(record: Record, broken: Broken, log: str) -> None:
     """A typed outcome for an engine that failed, with the line that says why."""
-    mismatch = BACKENDS[record.backend].mismatch()
+    mismatch = BACKENDS[record.backend].mismatch(broken.error)
     record.rounds_ns, record.outcome = None, outcome_of(broken.error)
     advice = "; use a smaller --ctx or --batch" if record.outcome is Outcome.OOM else ""
     record.reason = f"{broken.when}: {broken.error}{advice}" + (f"; {mismatch}" if mismatch else "") + f" (log: {log})"
