@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from datetime import datetime
 from statistics import median
 from typing import Any
 
@@ -29,7 +30,8 @@ WARM = ("hot", "warm")  # states in which a kernel may find its data in the L2 c
 def rows(records: Iterable[Record]) -> list[Row]:
     """One row per record, in the order given, each compared with the best dense backend of its own case and machine.
 
-    The second instance of an A/A comparison is no rival.
+    Of a backend with several records the one nearest in time is the rival: that of the same run where there is one.  The second
+    instance of an A/A comparison is none.
     """
     records = list(records)
     dense: dict[str, list[Row]] = defaultdict(list)
@@ -38,9 +40,16 @@ def rows(records: Iterable[Record]) -> list[Row]:
         if record.outcome is Outcome.OK and record.resolved.get("dense") and not record.backend.endswith(CONTROL):
             dense[_comparable(record)].append(row)
     for record, row in zip(records, result, strict=True):
-        if record.outcome is Outcome.OK and (rivals := dense[_comparable(record)]):
+        if record.outcome is Outcome.OK and (rivals := _nearest(dense[_comparable(record)], row)):
             _compare(row, min(rivals, key=lambda rival: rival["latency_us"]))
     return result
+
+
+def _nearest(rivals: list[Row], row: Row) -> list[Row]:
+    """One of each backend."""
+    at = datetime.fromisoformat(row["time"])
+    ordered = sorted(rivals, key=lambda rival: abs(datetime.fromisoformat(rival["time"]) - at), reverse=True)
+    return list({rival["backend"]: rival for rival in ordered}.values())
 
 
 def _row(record: Record) -> Row:

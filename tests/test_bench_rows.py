@@ -75,6 +75,17 @@ def test_speedup_is_against_the_fastest_dense_of_the_same_case() -> None:
     assert all(row["flags"] == [] for row in table)
 
 
+def test_the_rival_is_of_the_same_run_where_there_is_one() -> None:
+    times = [{"time": f"2026-01-0{day}T00:00:00Z"} for day in (1, 2)]
+    runs = [
+        measured(case(), backend, latency, **times[run])
+        for run, latencies in enumerate(((900.0, 300.0), (1000.0, 200.0)))
+        for backend, latency in zip(("fa3", "locks"), latencies, strict=True)
+    ]
+    old = measured(case(), "flashinfer", 950.0, **times[0])
+    assert [row["speedup_vs_best_dense"] for row in rows([*runs, old])] == pytest.approx([1.0, 3.0, 0.95, 4.75, 900 / 950])
+
+
 @pytest.mark.parametrize(
     "rival",
     [
