@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -25,13 +25,36 @@ _STAGES = {
 }
 
 
-class Stages(Protocol):
-    """One implementation of the step's stages, with the workspace they share.
+class Step(Protocol):
+    """The parts of a step of one layer, LOCKS's or another selector's; `step_launches` has their order."""
+
+    @property
+    def tables(self) -> torch.Tensor:
+        """int32 [B, H, K], what `select` wrote last."""
+        ...
+
+    @property
+    def append_score(self) -> AppendScore | None:
+        """`append_finalise` and `score` in one launch, where that is possible: then a step has that instead."""
+        ...
+
+    def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None: ...
+    def score(self, query: torch.Tensor) -> None: ...
+    def select(self) -> None: ...
+    def attend(self, query: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
+class AppendScore(Protocol):
+    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None: ...
+
+
+class Stages(Step, Protocol):
+    """One implementation of the stages of LOCKS, with the workspace they share.
 
     Workspace may be shared by the layers of a model (`share`): it carries nothing from one step to the next.
     """
 
-    tables: torch.Tensor  # int32 [B, H, K], what `select` wrote last
+    tables: torch.Tensor
 
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None) -> None: ...
 
@@ -42,18 +65,18 @@ class Stages(Protocol):
         ...
 
     def build(self, page_ids: torch.Tensor) -> None: ...
-    def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None: ...
     def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         """`summaries_ready`: the launch before this one, if it still runs, writes no summary that is scored."""
         ...
 
-    def select(self) -> None: ...
-    def attend(self, query: torch.Tensor, out: torch.Tensor) -> None: ...
     def finalise_slots(self, slots: torch.Tensor) -> None: ...
 
 
 class ReferenceStages:
     """The plain-torch stages; synchronises with the host, so it cannot be captured."""
+
+    tables: torch.Tensor
+    append_score = None
 
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
         self.cache, self.sequences, self.options = cache, sequences, options
@@ -102,18 +125,15 @@ def stages_class(kernels: str, cache: PagedCache, sequences: Sequences | None = 
 
 
 def step_launches(
-    stages: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, starts_early: bool = False
+    step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, starts_early: bool = False
 ) -> dict[str, Callable[[], object]]:
-    """The launches of one step in their order, by the stage's name; `stages` are Stages, or others with the same four methods.
-
-    Stages that have `appends_beside` true take the new token while they score, in one launch; there is no append_finalise then.
-    """
+    """The launches of one step in their order, by the stage's name.  starts_early: as of LocksDecoder."""
     first: dict[str, Callable[[], object]]
-    if getattr(stages, "appends_beside", False):
-        first = {"score": partial(stages.append_score, query, keys, values, starts_early)}
+    if step.append_score is None:
+        first = {"append_finalise": partial(step.append_finalise, keys, values), "score": partial(step.score, query)}
     else:
-        first = {"append_finalise": partial(stages.append_finalise, keys, values), "score": partial(stages.score, query)}
-    return {**first, "select": stages.select, "attend": partial(stages.attend, query, out)}
+        first = {"score": partial(step.append_score, query, keys, values, starts_early)}
+    return {**first, "select": step.select, "attend": partial(step.attend, query, out)}
 
 
 class LocksDecoder:

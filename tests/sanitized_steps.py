@@ -1,11 +1,17 @@
-"""Run by test_cuda_sanitizer.py under compute-sanitizer: every CUDA kernel on small shapes, ragged and odd ones."""
+"""Run by test_cuda_sanitizer.py under compute-sanitizer: every CUDA kernel on small shapes, ragged and odd ones; or, with a
+folder as its argument, kernel `score` of racy.cu in there.
+"""
 
 from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
 
 import torch
 from kernel_cases import DEVICE, make, make_query, randn
 
-from locks_kernels.cuda import projection
+from locks_kernels.cuda import program, projection
 from locks_kernels.cuda.stages import CudaStages
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
@@ -32,7 +38,7 @@ def main() -> None:
             stages.score(query)
             stages.select()
             stages.attend(query, torch.empty_like(query))
-        if stages.appends_beside:
+        if stages.append_score:
             stages.append_score(query, token, token, starts_early=True)
     for width, rows in ((576, 131), (4096, 300)):
         x = randn(1, width).bfloat16()
@@ -40,5 +46,12 @@ def main() -> None:
     torch.cuda.synchronize()
 
 
+def racy(folder: Path) -> None:
+    program.SOURCES, os.environ["LOCKS_KERNEL_CACHE"] = folder, str(folder)
+    kernel = program.Kernel("racy", "score", {"RACY": 1}, torch.device(DEVICE), 64)
+    kernel.launch((1, 1, 1), (torch.zeros(64, dtype=torch.int32, device=DEVICE),))
+    torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
-    main()
+    racy(Path(sys.argv[1])) if len(sys.argv) > 1 else main()

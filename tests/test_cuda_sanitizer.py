@@ -22,19 +22,41 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
-def test_kernels_are_clean(tool: str) -> None:
+# Two warps of one block, each with the other's value or its own.
+RACY = """
+extern "C" __global__ void score(int* out) {
+    __shared__ int value;
+    value = threadIdx.x;
+    out[threadIdx.x] = value;
+}
+"""
+
+
+def checked(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(filter(None, (str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH"))))
+    # cuda-python asks the driver for functions that it may not have, which would count as errors of memcheck; racecheck takes
+    # minutes for torch's kernels.
     own = f"kre=^({'|'.join(REGISTERS)}|gemv|qkv)$"
     options = ("--report-api-errors", "no") if tool == "memcheck" else ("--kernel-regex", own)
-    run = subprocess.run(
-        # cuda-python asks the driver for functions that it may not have, which would count as errors of memcheck; racecheck
-        # takes minutes for torch's kernels.
-        [str(SANITIZER), "--tool", tool, *options, "--error-exitcode", "9", sys.executable, str(TESTS / "sanitized_steps.py")],
+    script = [sys.executable, str(TESTS / "sanitized_steps.py"), *arguments]
+    return subprocess.run(
+        [str(SANITIZER), "--tool", tool, *options, "--error-exitcode", "9", *script],
         capture_output=True,
         text=True,
         timeout=280,
         env={**os.environ, "PYTHONPATH": paths, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # so that bounds are those of tensors
     )
+
+
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
+def test_kernels_are_clean(tool: str) -> None:
+    run = checked(tool)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
     assert "ERROR SUMMARY: 0 errors" in run.stdout or "RACECHECK SUMMARY: 0 hazards" in run.stdout, run.stdout[-2000:]
+
+
+def test_a_race_in_one_of_the_kernels_is_found(tmp_path: Path) -> None:
+    """The names that racecheck is given are those of kernels."""
+    (tmp_path / "racy.cu").write_text(RACY)
+    run = checked("racecheck", str(tmp_path))
+    assert run.returncode == 9 and "hazard" in run.stdout, (run.stdout + run.stderr)[-4000:]

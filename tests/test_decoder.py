@@ -292,7 +292,7 @@ def test_one_graph_is_replayed_as_lengths_grow(kernels: str, combine: str) -> No
 
 @pytest.mark.parametrize("starts_early", (False, True))
 def test_stages_that_append_beside_the_scoring_are_three_launches(starts_early: bool) -> None:
-    stages, token = Mock(appends_beside=True), [torch.zeros(1)] * 4
+    stages, token = Mock(), [torch.zeros(1)] * 4
     launches = step_launches(stages, *token, starts_early)
     assert list(launches) == ["score", "select", "attend"]
     for launch in launches.values():

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from harness.backend import Check, Launch
-from harness.backends.sparse import SparseStep
+from harness.backends.sparse import STARTS_EARLY, SparseStep
 from harness.case import Case
 from harness.memory import local_shape
 from harness.verify_selection import check_summaries, check_tables
@@ -44,7 +44,7 @@ class Locks(SparseStep):
             workload.case.select,
             kernels=self._kernels(workload.case),
             share=self._decoders[0] if self._decoders else None,
-            starts_early=True,  # ahead of it is the step of another layer, or a projection
+            starts_early=STARTS_EARLY,
         )
         if copy < workload.plan.copies:
             decoder.prefill()
@@ -65,8 +65,11 @@ class Locks(SparseStep):
     def resolved(self) -> dict[str, Any]:
         if not self._decoders:
             return {}
-        beside = getattr(self._decoders[0].stages, "appends_beside", False)
-        return {"kernels": self._decoders[0].kernels, "append_finalise": "inside score" if beside else "a launch"}
+        decoder = self._decoders[0]
+        return {
+            "kernels": decoder.kernels,
+            "append_finalise": "a launch" if decoder.stages.append_score is None else "inside score",
+        }
 
 
 class LocksCuda(Locks):

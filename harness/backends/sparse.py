@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -12,19 +11,9 @@ from harness.environment import version
 from harness.verify_selection import checked_sequences
 from harness.workload import Workload
 from locks_kernels import reference
-from locks_kernels.decode import step_launches
+from locks_kernels.decode import Step, step_launches
 
-
-class Step(Protocol):
-    """One layer's stages, as locks_kernels.decode.Stages but for how they are made."""
-
-    @property
-    def tables(self) -> torch.Tensor: ...
-
-    def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None: ...
-    def score(self, query: torch.Tensor) -> None: ...
-    def select(self) -> None: ...
-    def attend(self, query: torch.Tensor, out: torch.Tensor) -> None: ...
+STARTS_EARLY = True  # ahead of a step is that of another layer, or a projection
 
 
 class SparseStep(Backend):
@@ -53,4 +42,4 @@ class SparseStep(Backend):
 
     def stages(self, workload: Workload, copy: int) -> dict[str, Callable[[], object]]:
         token = workload.queries[copy], workload.new_keys[copy], workload.new_values[copy]
-        return step_launches(self._steps[copy], *token, self._outputs[copy], starts_early=True)
+        return step_launches(self._steps[copy], *token, self._outputs[copy], STARTS_EARLY)

@@ -18,7 +18,7 @@ from locks_kernels.cuda.launch import (
     Launch,
 )
 from locks_kernels.cuda.program import Kernel
-from locks_kernels.decode import Stages
+from locks_kernels.decode import AppendScore, Stages
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
 
@@ -39,10 +39,6 @@ class CudaStages:
     """
 
     tables: torch.Tensor
-
-    @property
-    def appends_beside(self) -> bool:
-        return self.plan.append_warps > 0
 
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
         check_cache(cache, sequences)
@@ -172,7 +168,11 @@ class CudaStages:
         self._check_token(query=query)
         self._score(query, ALL if summaries_ready else NOTHING, ((0,), (0,)))
 
-    def append_score(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None:
+    @property
+    def append_score(self) -> AppendScore | None:
+        return self._append_score if self.plan.append_warps else None
+
+    def _append_score(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None:
         self._check_token(query=query, keys=keys, values=values)
         self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, (keys, values))
 
