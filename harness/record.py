@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Self, cast
 
@@ -30,16 +31,19 @@ class Line:
     """What any dataclass that is a line of a store can do."""
 
     outcome: Outcome
+    time: str  # UTC, ISO 8601
 
     def to_json(self) -> str:
         return json.dumps(asdict(cast(Any, self)), separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """From parsed JSON; unknown keys of newer schemas are dropped, TypeError if a required one is absent."""
+        """From parsed JSON; unknown keys of newer schemas are dropped, TypeError if a required one is absent, ValueError if the
+        outcome or the time is none."""
         known = {field.name for field in fields(cast(Any, cls))}
         record = cls(**{name: value for name, value in data.items() if name in known})
         record.outcome = Outcome(record.outcome)
+        datetime.fromisoformat(record.time)
         return record
 
 

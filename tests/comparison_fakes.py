@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from fake_records import case, measured
 
+from harness.compare import Rules, compare
 from harness.record import Record
+from harness.verdict import Cell
 
 MACHINE = {
     "gpu": {"name": "NVIDIA H200", "sm_count": 132, "power_limit_w": 700.0},
@@ -35,3 +37,8 @@ def record(rounds_ns: Any, backend: str = "locks", when: int = 0, ctx: int = 1 <
     """An OK record of one sample per round; `when` orders the records in time."""
     values = {"rounds_ns": rounds_ns, "environment": MACHINE, "time": f"2026-01-{when + 1:02}T00:00:00Z"}
     return measured(case(ctx=ctx), backend, 100.0, **(values | {"key": f"{backend}-{ctx}-{when}"} | changes))
+
+
+def one(base: list[Record], new: list[Record], **rules: Any) -> Cell:
+    (cell,) = compare(base, new, Rules(**rules)).cells
+    return cell

@@ -19,6 +19,21 @@ KERNELS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("triton", "cud
 ROUNDING = {"bfloat16": 2**-7, "float16": 2**-10}  # of one stored value; Triton's interpreter truncates, a GPU rounds
 SCORE_ERROR = 2e-3  # nats, on scores up to about 15
 
+# query heads, KV heads, D, PAGE, R, dtype: every value of every axis at least once
+SHAPES = [
+    DecodeShape(8, 2, 128, 16, 8, "bfloat16"),
+    DecodeShape(2, 2, 64, 32, 2, "float16"),
+    DecodeShape(5, 1, 256, 64, 4, "bfloat16"),
+    DecodeShape(9, 3, 64, 16, 8, "float16"),
+]
+
+
+def named(shape: DecodeShape) -> str:
+    return f"g{shape.group}h{shape.kv_heads}d{shape.head_dim}p{shape.page_size}r{shape.rank}{shape.dtype}"
+
+
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=named)
+
 
 def randn(*size: int, seed: int = 0) -> torch.Tensor:
     """The same numbers on every device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from locks_kernels.cache import PagedCache, Sequences
 from locks_kernels.cuda.inputs import check_cache, check_tensor
 from locks_kernels.cuda.launch import ATTEND_WARPS, GROUP_PAGES, RESERVED_SHARED_BYTES, SELECT_STATIC_BYTES, Launch
+from locks_kernels.decode import step_launches
 from locks_kernels.shapes import HEAD_DIMS, PAGE_SIZES, RANKS, DecodeShape, ShapeError
 from locks_kernels.summary import RecordLayout
 
@@ -97,3 +99,23 @@ def test_caches_that_the_kernels_would_misread_are_refused() -> None:
     ]
     for name, broken, sequences in cases:
         assert name in refused_by(lambda broken=broken, sequences=sequences: check_cache(broken, sequences))
+
+
+def test_who_appends() -> None:
+    """The scorer, while each of its warps has one page at most to finish."""
+    tokens = {batch: plan_of("H200", DecodeShape(32, 8), batch).append_warps for batch in (1, 33, 34)}
+    assert tokens == {1: 2, 33: 2, 34: 0}
+    assert plan_of("H200", DecodeShape(32, 8), 16, max_pages=1).append_warps == 0, "16 blocks for 128 tokens"
+    for shape in (DecodeShape(32, 8, page_size=32), DecodeShape(8, 2, head_dim=256)):
+        assert plan_of("H200", shape).append_warps == 0
+
+
+@pytest.mark.parametrize("starts_early", (False, True))
+def test_stages_that_append_beside_the_scoring_are_three_launches(starts_early: bool) -> None:
+    stages, token = Mock(), [torch.zeros(1)] * 4
+    launches = step_launches(stages, *token, starts_early)
+    assert list(launches) == ["score", "select", "attend"]
+    for launch in launches.values():
+        launch()
+    assert [call[0] for call in stages.method_calls] == ["append_score", "select", "attend"]
+    assert stages.append_score.call_args.args == (*token[:3], starts_early)

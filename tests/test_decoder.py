@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from kernel_cases import (
 
 from locks_kernels import reference
 from locks_kernels.cache import PagedCache, Sequences
-from locks_kernels.decode import LocksDecoder, stages_class, step_launches
+from locks_kernels.decode import LocksDecoder, stages_class
 from locks_kernels.shapes import DecodeShape, SelectOptions, ShapeError
 from locks_kernels.summary import unpack
 
@@ -288,14 +287,3 @@ def test_one_graph_is_replayed_as_lengths_grow(kernels: str, combine: str) -> No
     assert torch.equal(cache.keys.nan_to_num(7.0), plain.keys.nan_to_num(7.0))
     assert torch.equal(cache.values.nan_to_num(7.0), plain.values.nan_to_num(7.0))
     assert_summaries(cache, complete_pages(sequences, shape))
-
-
-@pytest.mark.parametrize("starts_early", (False, True))
-def test_stages_that_append_beside_the_scoring_are_three_launches(starts_early: bool) -> None:
-    stages, token = Mock(), [torch.zeros(1)] * 4
-    launches = step_launches(stages, *token, starts_early)
-    assert list(launches) == ["score", "select", "attend"]
-    for launch in launches.values():
-        launch()
-    assert [call[0] for call in stages.method_calls] == ["append_score", "select", "attend"]
-    assert stages.append_score.call_args.args == (*token[:3], starts_early)

@@ -189,7 +189,8 @@ def test_reruns_take_the_same_case_with_the_same_rivals(tmp_path: Path, monkeypa
 def says_who_it_is(pipe: Connection, settings: Settings) -> None:
     """A worker whose records carry its process id."""
     job = pipe.recv()
-    made = [Record(key, "", str(os.getpid()), {}, name, Outcome.OK, read_roof_tbps=1.0) for name, key in job.keys.items()]
+    now = "2026-01-01T00:00:00Z"
+    made = [Record(key, now, str(os.getpid()), {}, name, Outcome.OK, read_roof_tbps=1.0) for name, key in job.keys.items()]
     pipe.send(("records", (made, True)))
 
 

@@ -73,7 +73,10 @@ def test_last_line_that_only_lacks_its_end_counts(tmp_path: Path) -> None:
     assert [found.key for found in read(tmp_path / FILE)] == ["a", "b"]
 
 
-@pytest.mark.parametrize("damage", ["{", "[1]", '{"key": "x"}', "", '{"key":"k","outcome":"GREAT"}', "\x00\x00"])
+UNTIMED = json.dumps(asdict(record()) | {"time": "yesterday"})
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", '{"key": "x"}', "", '{"key":"k","outcome":"GREAT"}', "\x00\x00", UNTIMED])
 def test_damage_names_file_and_line_and_changes_nothing(tmp_path: Path, damage: str) -> None:
     file = tmp_path / FILE
     file.write_text("\n".join([record("a").to_json(), damage, record("b").to_json(), ""]))
