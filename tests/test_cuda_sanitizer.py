@@ -36,8 +36,8 @@ def checked(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(filter(None, (str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH"))))
     # cuda-python asks the driver for functions that it may not have, which would count as errors of memcheck; racecheck takes
     # minutes for torch's kernels.
-    own = f"kre=^({'|'.join(REGISTERS)}|gemv|qkv)$"
-    options = ("--report-api-errors", "no") if tool == "memcheck" else ("--kernel-regex", own)
+    own = [option for name in (*REGISTERS, "gemv", "qkv") for option in ("--kernel-name", f"kne={name}")]
+    options = ("--report-api-errors", "no") if tool == "memcheck" else own
     script = [sys.executable, str(TESTS / "sanitized_steps.py"), *arguments]
     return subprocess.run(
         [str(SANITIZER), "--tool", tool, *options, "--error-exitcode", "9", *script],
