@@ -17,6 +17,7 @@ from locks_kernels import reference
 from locks_kernels.cache import PagedCache, Sequences
 from locks_kernels.shapes import SelectOptions, ShapeError
 
+WHOLE_STEP = "step"  # the stage that is all of them
 KERNELS = ("cuda", "triton", "reference")  # best first; each names a class in _STAGES
 _STAGES = {
     "cuda": "locks_kernels.cuda.stages:CudaStages",
@@ -38,6 +39,11 @@ class Step(Protocol):
         """`append_finalise` and `score` in one launch, where that is possible: then a step has that instead."""
         ...
 
+    @property
+    def whole_step(self) -> WholeStep | None:
+        """All of them in one launch, where that is possible and faster."""
+        ...
+
     def append_finalise(self, keys: torch.Tensor, values: torch.Tensor) -> None: ...
     def score(self, query: torch.Tensor) -> None: ...
     def select(self) -> None: ...
@@ -46,6 +52,12 @@ class Step(Protocol):
 
 class AppendScore(Protocol):
     def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None: ...
+
+
+class WholeStep(Protocol):
+    def __call__(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, starts_early: bool
+    ) -> None: ...
 
 
 class Stages(Step, Protocol):
@@ -76,7 +88,7 @@ class ReferenceStages:
     """The plain-torch stages; synchronises with the host, so it cannot be captured."""
 
     tables: torch.Tensor
-    append_score = None
+    append_score = whole_step = None
 
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
         self.cache, self.sequences, self.options = cache, sequences, options
@@ -128,6 +140,8 @@ def step_launches(
     step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, starts_early: bool = False
 ) -> dict[str, Callable[[], object]]:
     """The launches of one step in their order, by the stage's name.  starts_early: as of LocksDecoder."""
+    if step.whole_step is not None:
+        return {WHOLE_STEP: partial(step.whole_step, query, keys, values, out, starts_early)}
     first: dict[str, Callable[[], object]]
     if step.append_score is None:
         first = {"append_finalise": partial(step.append_finalise, keys, values), "score": partial(step.score, query)}
@@ -178,6 +192,12 @@ class LocksDecoder:
         for launch in step_launches(self.stages, query, keys, values, out, self.starts_early).values():
             launch()
         return out
+
+    @property
+    def launches(self) -> list[str]:
+        """What a step launches, by stage."""
+        nothing = self.cache.keys
+        return list(step_launches(self.stages, nothing, nothing, nothing, nothing))
 
     @property
     def tables(self) -> torch.Tensor:

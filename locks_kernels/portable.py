@@ -40,7 +40,7 @@ class TritonStages:
     tables  int32  [B, H, K]   this layer's own, also when the rest of the workspace is shared
     """
 
-    append_score = None
+    append_score = whole_step = None
 
     def __init__(self, cache: PagedCache, sequences: Sequences, options: SelectOptions, share: Stages | None = None) -> None:
         from locks_kernels import attend, build, score, select

@@ -24,7 +24,7 @@ class SelectorStages:
     plain: ClassVar[Any] = page_vectors  # the method in plain torch ...
     kernels_build: ClassVar[str] = "locks_kernels.page_vectors_build"  # ... and its kernels
     kernels_score: ClassVar[str] = "locks_kernels.page_vectors_score"
-    append_score = None
+    append_score = whole_step = None
 
     def __init__(
         self,

@@ -2,9 +2,22 @@
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from vllm_world import world as world  # a fixture of several files
+
+
+@pytest.fixture(
+    params=(True, False) if torch.cuda.is_available() else (False,), ids=lambda one: "one launch" if one else "stages"
+)
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both forms of a CUDA step: whether one launch may do all of it."""
+    from locks_kernels.cuda.launch import Launch
+
+    if not request.param:
+        monkeypatch.setattr(Launch, "whole_step", False)
+    return request.param

@@ -40,6 +40,8 @@ def main() -> None:
             stages.attend(query, torch.empty_like(query))
         if stages.append_score:
             stages.append_score(query, token, token, starts_early=True)
+        if stages.whole_step:
+            stages.whole_step(query, token, token, torch.empty_like(query), starts_early=True)
     for width, rows in ((576, 131), (4096, 300)):
         x = randn(1, width).bfloat16()
         projection.gemv(x, randn(rows, width).bfloat16(), x.new_empty(1, rows), x[0])

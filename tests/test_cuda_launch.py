@@ -110,9 +110,32 @@ def test_who_appends() -> None:
         assert plan_of("H200", shape).append_warps == 0
 
 
+def test_when_a_step_can_be_one_launch() -> None:
+    """Short tables, a tile for each warp at most, scores of all heads in shared memory, records that fit a warp."""
+    longest = {1: 2048, 4: 2048, 8: 2048, 12: 1280, 16: 896}  # pages, in steps of 128
+    for group, pages in longest.items():
+        fits = [n for n in range(128, 4096, 128) if plan_of("H200", DecodeShape(group, 1), max_pages=n).whole_step]
+        assert max(fits, default=0) == pages, group
+    assert plan_of("H200", DecodeShape(16, 1, head_dim=64), max_pages=1024).whole_step
+    for shape in (DecodeShape(4, 1, page_size=32), DecodeShape(4, 1, head_dim=256)):
+        assert not plan_of("H200", shape, max_pages=64).whole_step
+    assert not replace(plan_of("H200", DecodeShape(4, 1), max_pages=512), table_pages=129).whole_step
+    assert plan_of("H200", DecodeShape(32, 8), batch=2, max_pages=512).step_clusters == 18
+
+
+@pytest.mark.parametrize("starts_early", (False, True))
+def test_a_step_in_one_launch(starts_early: bool) -> None:
+    stages, token = Mock(), [torch.zeros(1)] * 4
+    launches = step_launches(stages, *token, starts_early)
+    assert list(launches) == ["step"]
+    launches["step"]()
+    assert [call[0] for call in stages.method_calls] == ["whole_step"]
+    assert stages.whole_step.call_args.args == (*token, starts_early)
+
+
 @pytest.mark.parametrize("starts_early", (False, True))
 def test_stages_that_append_beside_the_scoring_are_three_launches(starts_early: bool) -> None:
-    stages, token = Mock(), [torch.zeros(1)] * 4
+    stages, token = Mock(whole_step=None), [torch.zeros(1)] * 4
     launches = step_launches(stages, *token, starts_early)
     assert list(launches) == ["score", "select", "attend"]
     for launch in launches.values():

@@ -19,7 +19,7 @@ CHECKED = (1, 2, 15, 16, 17, 100, 1_000, 1_001, 4_095, 4_096, 9_999, 10_000)
 
 
 @pytest.mark.parametrize("starts_early", (False, True))
-def test_ten_thousand_replays_equal_the_reference(starts_early: bool) -> None:
+def test_ten_thousand_replays_equal_the_reference(starts_early: bool, launches: bool) -> None:
     torch.manual_seed(0)
     shape, options = DecodeShape(8, 2), SelectOptions(256)
     starts = torch.tensor([14, 1_000, 333], dtype=torch.int32, device="cuda")
@@ -31,6 +31,7 @@ def test_ten_thousand_replays_equal_the_reference(starts_early: bool) -> None:
     sequences = Sequences(table, starts.clone())
     decoder = LocksDecoder(cache, sequences, options, "cuda", starts_early=starts_early)
     decoder.prefill()
+    assert (len(decoder.launches) == 1) == launches
     query = torch.randn(3, 8, 128, device="cuda", dtype=torch.bfloat16)
     keys, values = torch.randn(2, 3, 2, 128, device="cuda", dtype=torch.bfloat16).unbind()
     out, projected = torch.empty_like(query), torch.zeros(1, device="cuda")

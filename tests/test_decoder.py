@@ -28,6 +28,7 @@ from locks_kernels.decode import LocksDecoder, stages_class
 from locks_kernels.shapes import DecodeShape, SelectOptions, ShapeError
 from locks_kernels.summary import unpack
 
+pytestmark = pytest.mark.usefixtures("launches")
 TINY = DecodeShape(6, 2, 64, 16, 4)
 OPTIONS = SelectOptions(3 * 16)
 KERNELS_AND_REFERENCE = ["reference", *KERNELS]
@@ -232,7 +233,7 @@ def test_every_number_of_heads(kernels: str, kv_heads: int, group: int, head_dim
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_one_graph_is_replayed_as_lengths_jump(kernels: str) -> None:
     """Nothing of a longer or shorter step before is left in use: the workspace is poison before every replay."""
-    shape, options = DecodeShape(32, 8), SelectOptions(6 * 16)
+    shape, options = DecodeShape(16, 4), SelectOptions(6 * 16)
     cache, sequences = make(shape, (320, 320, 320))
     make_stages(kernels, cache, sequences, options)
     decoder = LocksDecoder(cache, sequences, options, kernels)
@@ -260,7 +261,7 @@ def test_one_graph_is_replayed_as_lengths_jump(kernels: str) -> None:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("combine", ("share", "peak"))
 def test_one_graph_is_replayed_as_lengths_grow(kernels: str, combine: str) -> None:
-    shape, options = DecodeShape(32, 8), SelectOptions(6 * 16, combine=combine)
+    shape, options = DecodeShape(8, 2), SelectOptions(6 * 16, combine=combine)
     cache, sequences = make(shape, (1, 14, 0, 120), room=20)
     make_stages(kernels, cache, sequences, options)
     decoder = LocksDecoder(cache, sequences, options, kernels)

@@ -13,7 +13,7 @@ from harness.verify_selection import check_summaries, check_tables
 from harness.workload import Workload
 from locks_kernels.cache import PagedCache
 from locks_kernels.cost import locks_bytes, locks_stage_bytes
-from locks_kernels.decode import LocksDecoder, stages_class
+from locks_kernels.decode import WHOLE_STEP, LocksDecoder, stages_class
 from locks_kernels.shapes import ShapeError
 
 
@@ -57,7 +57,8 @@ class Locks(SparseStep):
         return [*tables, check_summaries(workload, copy)]
 
     def stage_bytes(self, case: Case) -> dict[str, int]:
-        return locks_stage_bytes(local_shape(case), case.select, case.ctx, case.batch)
+        parts = locks_stage_bytes(local_shape(case), case.select, case.ctx, case.batch)
+        return {**parts, WHOLE_STEP: sum(parts.values())}
 
     def bytes(self, case: Case) -> dict[str, int]:
         return locks_bytes(local_shape(case), case.select, case.ctx, case.batch)
@@ -68,7 +69,7 @@ class Locks(SparseStep):
         decoder = self._decoders[0]
         return {
             "kernels": decoder.kernels,
-            "append_finalise": "a launch" if decoder.stages.append_score is None else "inside score",
+            "launches": decoder.launches,
         }
 
 

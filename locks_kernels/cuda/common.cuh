@@ -88,6 +88,8 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32 a0, uint32 a1, uint32 
 #endif
 }
 
+__device__ __forceinline__ uint32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
 // ---- warps ---------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint32 warp_sum(uint32 x) { return __reduce_add_sync(ALL_LANES, x); }
 __device__ __forceinline__ float quad_sum(float x) {
@@ -133,8 +135,10 @@ __device__ __forceinline__ void cluster_wait() {
     if (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
+// BLOCKS here and below: CLUSTER, or 1 where a block of a cluster works for itself.
+template <int BLOCKS = CLUSTER>
 __device__ __forceinline__ void cluster_sync() {
-    if (CLUSTER > 1) {
+    if (BLOCKS > 1) {
         cluster_arrive();
         cluster_wait();
     } else {
@@ -142,9 +146,10 @@ __device__ __forceinline__ void cluster_sync() {
     }
 }
 // The word that block `rank` of the cluster has at the place where this block has `local`.
+template <int BLOCKS = CLUSTER>
 __device__ __forceinline__ uint32 load_from_block(const uint32* local, uint32 rank) {
 #if __CUDA_ARCH__ >= 900
-    if (CLUSTER > 1) {
+    if (BLOCKS > 1) {
         uint32 remote, value;
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
         asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(remote) : "memory");
@@ -154,9 +159,10 @@ __device__ __forceinline__ uint32 load_from_block(const uint32* local, uint32 ra
     return *local;
 }
 // Writes to the place of block `rank` that corresponds to `local`.
+template <int BLOCKS = CLUSTER>
 __device__ __forceinline__ void store_to_block(uint32* local, uint32 rank, uint32 value) {
 #if __CUDA_ARCH__ >= 900
-    if (CLUSTER > 1) {
+    if (BLOCKS > 1) {
         uint32 remote;
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
         asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");

@@ -18,6 +18,9 @@ SLICE_PAGES = 2048  # pages below which another block of the selection's cluster
 APPEND_WARPS = 2  # of a scorer's block
 FINALISE_WARPS = 2  # of a block that only appends and finalises
 ATTEND_WARPS, ATTEND_RING = 8, 3
+STEP_CLUSTER, STEP_WARPS = 8, 16  # of a step in one launch
+STEP_PAGES = 2048  # of a block table; with more, all multiprocessors are worth three launches
+STEP_SEARCH_BYTES = 8192  # static, of select_keys.cuh for one block
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,45 @@ class Launch:
                 f"{self.shared_bytes} bytes in each of {largest} blocks; use larger pages"
             )
         return None
+
+    @cached_property
+    def step_macros(self) -> dict[str, object]:
+        return {**self.macros, "HEADS": 1, "UNROLL": 4 if self.shape.group <= 4 else 2, "CLUSTER": STEP_CLUSTER}
+
+    @property
+    def step_capacity(self) -> int:
+        """Pages of a sequence that a step in one launch has room for."""
+        return -(-self.max_pages // 128) * 128
+
+    @property
+    def step_shared_bytes(self) -> int:
+        group, width = self.shape.group, self.shape.head_dim
+        tile, records = 4 * 16 * width, GROUP_PAGES * RecordLayout.of(self.shape).record_bytes
+        warp = max(tile, records, 4 * group * width)
+        return STEP_WARPS * warp + 4 * (group + 1) * self.step_capacity
+
+    @property
+    def step_static_bytes(self) -> int:
+        """At most: the search; sums of the cluster's warps and of the block's; outputs, maxima and sums received; lists."""
+        group = self.shape.group
+        sums = 8 * group * (STEP_WARPS * (STEP_CLUSTER + 1) + STEP_CLUSTER + 1)
+        return STEP_SEARCH_BYTES + sums + 4 * group * self.shape.head_dim + 2048
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether a step can be one launch (step.cu), where all of its `step_clusters` run at once."""
+        return (
+            self.shape.page_size == 16
+            and self.shape.head_dim <= 128
+            and self.max_pages <= STEP_PAGES
+            and self.table_pages <= STEP_CLUSTER * STEP_WARPS
+            and self.step_shared_bytes + self.step_static_bytes <= self.shared_bytes
+        )
+
+    @property
+    def step_clusters(self) -> int:
+        """One for each KV head of a sequence, and one that appends."""
+        return self.batch * (self.shape.kv_heads + 1)
 
     def slice_capacity(self, blocks: int) -> int:
         """Pages that a block of the selection has room for: whole warps of four keys a lane."""

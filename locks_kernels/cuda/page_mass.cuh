@@ -238,3 +238,38 @@ __device__ __forceinline__ void add_centroids(float (&mass)[KEPT], const Query& 
         }
     }
 }
+
+// Where a lane's values belong: the first page of mass[0] within the group, and the query head of mass[i].
+__device__ __forceinline__ int first_kept(int row, int quad) { return 2 * quad + (PAIRED ? row / 4 : 0); }
+__device__ __forceinline__ int kept_head(int i, int row) { return PAIRED ? row % 4 : i / 2 * 8 + row; }
+
+// The masses of a group of 8 pages in powers of two; lane_page: the page of mass[0]; pages from `stop` on may be anything.
+__device__ __forceinline__ void group_masses(float (&mass)[KEPT], const Query& query, const uint8* records, int lane_page, int stop,
+                                             int row, int quad) {
+    page_masses<false>(mass, query, records, row, quad);
+    bool fits = true;
+#pragma unroll
+    for (int i = 0; i < KEPT; ++i) fits &= fabsf(mass[i]) < 120.f || lane_page + i % 2 >= stop;
+    if (!__all_sync(ALL_LANES, fits)) page_masses<true>(mass, query, records, row, quad);
+    add_centroids(mass, query, records, row, quad);
+}
+
+struct Running {  // sum of 2^mass seen so far by this lane, relative to 2^largest; one per head of the lane
+    float largest = LOWEST, sum = 0.f;
+};
+__device__ __forceinline__ void include(Running& running, float mass) {
+    const float largest = fmaxf(running.largest, mass);
+    running.sum = running.sum * exp2_fast(running.largest - largest) + exp2_fast(mass - largest);
+    running.largest = largest;
+}
+// Joins the lanes of one head: the quad, and with PAIRED the other half of the rows.
+__device__ __forceinline__ void join_lanes(Running& running) {
+#pragma unroll
+    for (int apart = 1; apart <= (PAIRED ? 16 : 2); apart = apart == 2 ? 16 : 2 * apart) {
+        const float other_largest = __shfl_xor_sync(ALL_LANES, running.largest, apart);
+        const float other_sum = __shfl_xor_sync(ALL_LANES, running.sum, apart);
+        const float largest = fmaxf(running.largest, other_largest);
+        running.sum = running.sum * exp2_fast(running.largest - largest) + other_sum * exp2_fast(other_largest - largest);
+        running.largest = largest;
+    }
+}

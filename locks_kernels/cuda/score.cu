@@ -50,15 +50,6 @@ __device__ __forceinline__ void copy_pages(uint32 to, const uint8* from, int pag
 #endif
 }
 
-struct Running {  // sum of 2^mass seen so far by this lane, relative to 2^largest; one per head of the lane
-    float largest, sum;
-};
-__device__ __forceinline__ void include(Running& running, float mass) {
-    const float largest = fmaxf(running.largest, mass);
-    running.sum = running.sum * exp2_fast(running.largest - largest) + exp2_fast(mass - largest);
-    running.largest = largest;
-}
-
 // summaries [num_pages, kv_heads, RECORD], pages summary_stride bytes apart; query [B, kv_heads * G, D], rows query_stride elements
 // apart; scores [B, kv_heads * G, score_stride];
 // partials [B, kv_heads * G, gridDim.x * SUBS] (largest, sum): log-sum-exp of the scores by warp, in powers of two.
@@ -140,8 +131,6 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
             Query fragments;
             load_query(fragments, query + sequence * query_stride + head * (G * D), row, quad);
             Running running[HEAD_TILES];
-#pragma unroll
-            for (int tile = 0; tile < HEAD_TILES; ++tile) running[tile] = {LOWEST, 0.f};
 
             for (; page < stop; page += GROUP_PAGES) {
                 if (turn == sub) {
@@ -150,19 +139,14 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
                     if (STAGES % SUBS) barrier_wait(shared_address(&empty[slot]), (round & 1) ^ 1);
                     barrier_wait(shared_address(&full[slot]), round & 1);
                     const uint8* records = stages + slot * STAGE_BYTES + (warp % HEADS) * RECORD;
-                    const int lane_page = page + 2 * quad + (PAIRED ? row / 4 : 0);
+                    const int lane_page = page + first_kept(row, quad);
                     float mass[KEPT];
-                    page_masses<false>(mass, fragments, records, row, quad);
-                    bool fits = true;
-#pragma unroll
-                    for (int i = 0; i < KEPT; ++i) fits &= fabsf(mass[i]) < 120.f || lane_page + i % 2 >= stop;
-                    if (!__all_sync(ALL_LANES, fits)) page_masses<true>(mass, fragments, records, row, quad);
-                    add_centroids(mass, fragments, records, row, quad);
+                    group_masses(mass, fragments, records, lane_page, stop, row, quad);
                     __syncwarp();
                     if (lane == 0) barrier_arrive(shared_address(&empty[slot]));
 #pragma unroll
                     for (int i = 0; i < KEPT; ++i) {
-                        const int query_head = PAIRED ? row % 4 : i / 2 * 8 + row, at_page = lane_page + i % 2;
+                        const int query_head = kept_head(i, row), at_page = lane_page + i % 2;
                         if (query_head < G && at_page < stop) {
                             scores[static_cast<int64>(first_query + query_head) * score_stride + at_page] = mass[i] * LN_2;
                             include(running[i / 2], mass[i]);
@@ -172,18 +156,9 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
                 if (++turn == SUBS) turn = 0;
                 if (++slot == STAGES) slot = 0, ++round;
             }
-            // lanes of one head: the quad, and with PAIRED the other half of the rows
 #pragma unroll
             for (int tile = 0; tile < HEAD_TILES; ++tile) {
-#pragma unroll
-                for (int apart = 1; apart <= (PAIRED ? 16 : 2); apart = apart == 2 ? 16 : 2 * apart) {
-                    const float other_largest = __shfl_xor_sync(ALL_LANES, running[tile].largest, apart);
-                    const float other_sum = __shfl_xor_sync(ALL_LANES, running[tile].sum, apart);
-                    const float largest = fmaxf(running[tile].largest, other_largest);
-                    running[tile].sum = running[tile].sum * exp2_fast(running[tile].largest - largest) +
-                                        other_sum * exp2_fast(other_largest - largest);
-                    running[tile].largest = largest;
-                }
+                join_lanes(running[tile]);
                 const int query_head = PAIRED ? row : tile * 8 + row;
                 if (quad == 0 && query_head < G)
                     partials[(static_cast<int64>(first_query) * gridDim.x + query_head * gridDim.x + blockIdx.x) * SUBS + sub] =

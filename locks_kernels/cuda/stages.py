@@ -15,10 +15,12 @@ from locks_kernels.cuda.launch import (
     LARGEST_CLUSTER,
     PORTABLE_CLUSTER,
     SELECT_THREADS,
+    STEP_CLUSTER,
+    STEP_WARPS,
     Launch,
 )
 from locks_kernels.cuda.program import Kernel
-from locks_kernels.decode import AppendScore, Stages
+from locks_kernels.decode import AppendScore, Stages, WholeStep
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
 
@@ -90,6 +92,11 @@ class CudaStages:
         self.build_kernel = Kernel("build", "build", plan.macros, device, build_threads, in_step=False)
         self.append_kernel = Kernel("build", "append_finalise", plan.macros, device, 32 * FINALISE_WARPS)
         self.finalise_kernel = Kernel("build", "finalise_slots", plan.macros, device, 32 * FINALISE_WARPS)
+        self.step_kernel: Kernel | None = None
+        if self.score_kernel.overlaps and plan.whole_step:
+            threads, shared_bytes = 32 * STEP_WARPS, plan.step_shared_bytes
+            kernel = Kernel("step", "whole_step", plan.step_macros, device, threads, shared_bytes)
+            self.step_kernel = kernel if kernel.runs_at_once(STEP_CLUSTER, plan.step_clusters) else None
 
     @staticmethod
     def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:
@@ -162,6 +169,46 @@ class CudaStages:
                 self._summary_stride,
                 *self._strides,
             ),
+        )
+
+    @property
+    def whole_step(self) -> WholeStep | None:
+        return self._whole_step if self.step_kernel else None
+
+    def _whole_step(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, starts_early: bool
+    ) -> None:
+        assert self.step_kernel is not None
+        self._check_token(query=query, keys=keys, values=values, out=out)
+        cache, sequences, options, plan = self.cache, self.sequences, self.options, self.plan
+        self.step_kernel.launch(
+            (STEP_CLUSTER, cache.shape.kv_heads + 1, sequences.batch),
+            (
+                cache.summaries,
+                query,
+                sequences.block_table,
+                sequences.seq_lens,
+                self.tables,
+                out,
+                self.lse,
+                cache.shape.kv_heads,
+                sequences.max_pages,
+                plan.step_capacity,
+                options.kept_pages(cache.shape.page_size),
+                plan.table_pages,
+                options.sink_pages,
+                options.recent_pages,
+                int(options.combine == "share"),
+                int(starts_early),
+                self._summary_stride,
+                (query.stride(0),),
+                cache.keys,
+                cache.values,
+                keys,
+                values,
+                *self._strides,
+            ),
+            cluster=STEP_CLUSTER,
         )
 
     def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:

@@ -14,7 +14,6 @@ __device__ __forceinline__ float scale_of(float largest, float bound) { return r
 __device__ __forceinline__ int quantise(float x, float inverse_scale, int lowest, int highest) {
     return min(max(__float2int_rn(x * inverse_scale), lowest), highest);
 }
-__device__ __forceinline__ uint32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ void gram_matrix(float (&gram)[PAGE][PAGE + 1], const uint16* keys, int64 token_stride, int row, int quad) {
     float c[TILES][2 * TILES][4] = {};

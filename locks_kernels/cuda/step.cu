@@ -1,0 +1,183 @@
+// A whole step in one launch, for short contexts: append, score, select and attend.
+//
+// At 16K tokens a step reads 15 MB, 3.4 us; three launches take 16 us, most of it hand-overs: starts of blocks, lengths, block
+// tables, scores and page lists through memory, barriers of a search over many blocks.  Here one cluster of CLUSTER blocks (sm_90 and
+// newer) serves a (sequence, KV head) from its records to its output:
+//  1. Each warp brings the records of 8 pages by bulk copies and scores them (page_mass.cuh).  Every block of the cluster gets every
+//     score, and of every warp the log-sum-exp: one cluster barrier.
+//  2. Each block selects for itself, without another block (select_keys.cuh).
+//  3. Each warp attends one tile of 16 tokens of the kept pages; the cluster merges (attend_tile.cuh): the second barrier.
+// The new token's key and value come from where the model left them.  One more cluster for each sequence writes them to the cache and
+// summarises the page that they fill: nothing in this step needs either.
+//
+// What it takes: the scores of all heads in shared memory, a tile for every warp of the cluster at most, and all clusters at once
+// on the device.
+#include "attend_tile.cuh"
+#include "bulk.cuh"
+#include "page_mass.cuh"
+#include "select_keys.cuh"
+#include "summarise.cuh"
+
+// Set by the launcher: HEADS 1, UNROLL (page_mass.cuh), CLUSTER.
+constexpr int THREADS = SELECT_THREADS, WARPS = THREADS / 32;
+constexpr int GROUP_BYTES = GROUP_PAGES * RECORD;
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+// A warp's own part of shared memory: records, then a tile, then its outputs; in between the keys of pages lie across.
+constexpr int WARP_BYTES = larger(larger(GROUP_BYTES, TILE_BYTES), 4 * OUTPUTS);
+static_assert(HEADS == 1 && D <= 128 && PAGE == 16 && sizeof(Scratch<1>) <= WARP_BYTES);
+
+// Strides as in score.cu and attend.cu.  capacity: a multiple of 128, at least max_pages; starts_early: lengths, block table and
+// summaries are written by no kernel that may still run.  tables, out, lse as select_pages and attend leave them.
+// grid (CLUSTER, kv_heads + 1, B); shared memory WARPS * WARP_BYTES + 4 * (G + 1) * capacity.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    whole_step(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table,
+               const int* __restrict__ seq_lens, int* __restrict__ tables, uint16* __restrict__ out, float* __restrict__ lse,
+               int kv_heads, int max_pages, int capacity, int kept, int table_pages, int sink_pages, int recent_pages, int share,
+               int starts_early, int64 summary_stride, int64 query_stride, uint16* keys, uint16* values,
+               const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, int64 page_stride, int64 head_stride,
+               int64 token_stride) {
+    extern __shared__ __align__(128) uint8 shared[];
+    __shared__ __align__(8) uint64 arrived[WARPS];
+    __shared__ Search<1> search;
+    __shared__ Merge<WARPS> merging;
+    __shared__ float2 parts[G][CLUSTER * WARPS];  // log-sum-exps of all warps of the cluster, in powers of two
+    __shared__ float offsets[G], peaks[G];
+    __shared__ int kept_pages[CLUSTER * WARPS];
+    float* scores = reinterpret_cast<float*>(shared + WARPS * WARP_BYTES);  // [G][capacity] nats, of the whole sequence
+    int* block_ids = reinterpret_cast<int*>(scores + G * capacity);         // [capacity]
+
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, row = lane / 4, quad = lane % 4;
+    const int head = blockIdx.y, sequence = blockIdx.z;
+    const int rank = cluster_rank();
+    uint8* own = shared + warp * WARP_BYTES;
+
+    if (head == kv_heads) {  // the cluster that appends; its end lets the next kernel start, which may read the summaries
+        wait_for_previous_kernel();
+        const NewTokens tokens = {keys, values, new_keys, new_values, page_stride, head_stride, token_stride};
+        for (int at = rank + CLUSTER * warp; at < kv_heads; at += CLUSTER * WARPS)
+            append_token(*reinterpret_cast<Scratch<1>*>(own), tokens, block_table, seq_lens, summaries, sequence * kv_heads + at,
+                         kv_heads, max_pages, summary_stride);
+        return;
+    }
+    const uint32 barrier = shared_address(&arrived[warp]);
+    if (lane == 0) barrier_init(barrier, 1);
+    barriers_ready();
+    __syncwarp();
+    cluster_arrive();
+    if (!starts_early) wait_for_previous_kernel();
+
+    const int length = seq_lens[sequence], pages = (length + PAGE - 1) / PAGE;
+    const int* physical = block_table + static_cast<int64>(sequence) * max_pages;
+    const bool keeps_all = pages <= table_pages;
+    const int scored = keeps_all ? 0 : pages - recent_pages;
+    const int groups = (scored + GROUP_PAGES - 1) / GROUP_PAGES, share_of_block = (groups + CLUSTER - 1) / CLUSTER;
+    const int last = min((rank + 1) * share_of_block, groups);
+    const uint64 policy = read_once_policy();
+    auto fetch = [&](int group) {
+        const int count = min(GROUP_PAGES, scored - group * GROUP_PAGES);
+        const int id = lane < count ? physical[group * GROUP_PAGES + lane] : 0;
+        if (lane == 0) barrier_expect(barrier, count * RECORD);
+        __syncwarp();
+        if (lane < count) copy_bulk(shared_address(own + lane * RECORD), summaries + id * summary_stride + head * RECORD, RECORD, barrier, policy);
+    };
+    int group = rank * share_of_block + warp;
+    if (group < last) fetch(group);
+    for (int i = tid; i < pages; i += THREADS) block_ids[i] = physical[i];
+    wait_for_previous_kernel();
+    // Not before: a kernel two launches ahead may read summaries that the one before this completes.
+    let_next_kernel_start();
+
+    const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
+    const uint16* heads = query + sequence * query_stride + head * (G * D);
+    if (keeps_all) {
+        cluster_wait();
+        for (int i = tid; i < table_pages; i += THREADS) kept_pages[i] = i < pages ? i : -1;
+    } else {
+        Query fragments;
+        load_query(fragments, heads, row, quad);
+        Running running[HEAD_TILES];
+        cluster_wait();  // all blocks have started: they can be written to
+        for (int parity = 0; group < last; group += WARPS, parity ^= 1) {
+            barrier_wait(barrier, parity);
+            const int lane_page = group * GROUP_PAGES + first_kept(row, quad);
+            float mass[KEPT];
+            group_masses(mass, fragments, own, lane_page, scored, row, quad);
+            __syncwarp();
+            if (group + WARPS < last) fetch(group + WARPS);
+#pragma unroll
+            for (int i = 0; i < KEPT; ++i) {
+                const int query_head = kept_head(i, row), at_page = lane_page + i % 2;
+                if (query_head < G && at_page < scored) {
+#pragma unroll
+                    for (int block = 0; block < CLUSTER; ++block)
+                        store_to_block(&scores[query_head * capacity + at_page], block, mass[i] * LN_2);
+                    include(running[i / 2], mass[i]);
+                }
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < HEAD_TILES; ++tile) {
+            join_lanes(running[tile]);
+            const int query_head = PAIRED ? row : tile * 8 + row;
+            if (quad == 0 && query_head < G) {
+                float2& part = parts[query_head][rank * WARPS + warp];
+#pragma unroll
+                for (int block = 0; block < CLUSTER; ++block) {
+                    store_to_block(&part.x, block, running[tile].largest);
+                    store_to_block(&part.y, block, running[tile].sum);
+                }
+            }
+        }
+        cluster_sync();
+
+        uint32* histogram = reinterpret_cast<uint32*>(shared);
+        uint32* page_keys = histogram + BINS * COPIES;
+        clear(search, histogram);
+        if (warp == WARPS - 1) {
+            for (int i = lane; i < sink_pages; i += 32) kept_pages[i] = i;
+            for (int i = lane; i < recent_pages; i += 32) kept_pages[kept - recent_pages + i] = scored + i;
+            for (int i = kept + lane; i < table_pages; i += 32) kept_pages[i] = -1;
+        }
+        for (int g = warp; g < G; g += WARPS) {
+            const float2 found = normaliser(parts[g], 0, CLUSTER * WARPS, share);
+            if (lane == 0) offsets[g] = found.x, peaks[g] = found.y;
+        }
+        __syncthreads();
+        const int padded = (scored + 127) / 128 * 128;
+        make_keys(page_keys, padded, scores, capacity, 0, scored, sink_pages, offsets, peaks);
+        keep_best(search, histogram, page_keys, padded, 0, scored, kept - sink_pages - recent_pages, 0, kept_pages + sink_pages);
+    }
+    __syncthreads();
+
+    Partial partial;
+    const int at = warp * CLUSTER + rank, page = at < table_pages ? kept_pages[at] : -1;
+    if (page >= 0) {
+        const int64 from = block_ids[page] * page_stride + head * head_stride;
+        copy_rows<D>(own, keys + from, token_stride, lane);
+        copy_rows<D>(own + KEY_BYTES, values + from, token_stride, lane);
+        uint32 q[2 * KEY_CHUNKS][4];
+        load_heads(q, heads, row, quad);
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        __syncwarp();
+        const int live = length - page * PAGE;
+        if (live <= PAGE) {  // its last token is the new one
+            const int64 token = (static_cast<int64>(sequence) * kv_heads + head) * D;
+            if (lane < D / 8) {
+                const int to = (live - 1) * D * 2 + swizzled(live - 1, lane) * 16;
+                *reinterpret_cast<uint4*>(own + to) = *reinterpret_cast<const uint4*>(new_keys + token + 8 * lane);
+                *reinterpret_cast<uint4*>(own + KEY_BYTES + to) = *reinterpret_cast<const uint4*>(new_values + token + 8 * lane);
+            }
+            __syncwarp();
+        }
+        add_tile(partial, q, own, live, row, quad);
+    }
+    if (rank == 0) {
+        int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * table_pages;
+        for (int i = tid; i < table_pages; i += THREADS) table[i] = kept_pages[i];
+    }
+    __syncthreads();
+    float* outputs = reinterpret_cast<float*>(shared);
+    leave_partial(merging, partial, outputs, warp, row, quad);
+    __syncthreads();
+    merge(merging, outputs, rank, out + first_query * D, lse + first_query);
+}
