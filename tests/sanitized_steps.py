@@ -1,5 +1,5 @@
 """Run by test_cuda_sanitizer.py under compute-sanitizer: every CUDA kernel on small shapes, ragged and odd ones; or, with a
-folder as its argument, kernel `score` of racy.cu in there.
+folder and a name as arguments, racy.cu in there with a kernel of that name.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def main() -> None:
     torch.cuda.synchronize()
 
 
-def racy(folder: Path) -> None:
+def racy(folder: Path, name: str) -> None:
     program.SOURCES, os.environ["LOCKS_KERNEL_CACHE"] = folder, str(folder)
-    kernel = program.Kernel("racy", "score", {"RACY": 1}, torch.device(DEVICE), 64)
+    kernel = program.Kernel("racy", name, {"NAME": name}, torch.device(DEVICE), 64)
     kernel.launch((1, 1, 1), (torch.zeros(64, dtype=torch.int32, device=DEVICE),))
     torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    racy(Path(sys.argv[1])) if len(sys.argv) > 1 else main()
+    racy(Path(sys.argv[1]), sys.argv[2]) if len(sys.argv) > 1 else main()

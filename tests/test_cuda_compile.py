@@ -101,7 +101,7 @@ def compilations(shape: DecodeShape, arch: str) -> list[tuple[str, dict[str, obj
     return [
         *([("step", plan.step_macros)] if short.whole_step and arch != "sm_80" else []),
         ("score", plan.score_macros),
-        *(("select", {**plan.macros, "CLUSTER": cluster}) for cluster in clusters),
+        *(("select", plan.select_macros(cluster)) for cluster in clusters),
         *(("attend", {**plan.macros, "CLUSTER": cluster, "STAGES": stages}) for cluster in clusters),
         ("build", plan.macros),
     ]
@@ -144,7 +144,7 @@ def test_the_selection_fits_beside_the_scorer(name: str, tmp_path: Path, monkeyp
     cluster = plan.select_cluster(16)
     score, select = (
         resources(compile_cubin(source, macros, "sm_90a"), tmp_path)
-        for source, macros in (("score", plan.score_macros), ("select", {**plan.macros, "CLUSTER": cluster}))
+        for source, macros in (("score", plan.score_macros), ("select", plan.select_macros(cluster)))
     )
     of_partition = 0  # four of them share an SM's warps
     for warps, (registers, *_) in ((plan.score_threads // 32, score["score"]), (SELECT_THREADS // 32, select["select_pages"])):
@@ -193,18 +193,18 @@ def test_a_compiled_kernel_comes_from_the_cache(tmp_path: Path, monkeypatch: pyt
 
 def test_a_damaged_cache_file_is_compiled_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path))
-    macros = Launch(SHAPES["narrow"], 1, 64, 8, 132, SHARED_BYTES["sm_90a"]).macros
-    binary = compile_cubin("select", {**macros, "CLUSTER": 1}, "sm_90a")
+    macros = Launch(SHAPES["narrow"], 1, 64, 8, 132, SHARED_BYTES["sm_90a"]).select_macros(1)
+    binary = compile_cubin("select", macros, "sm_90a")
     (cached,) = tmp_path.iterdir()
     whole = cached.read_bytes()
     for damaged in (b"", whole[:-1], whole[:5000] + b"?" + whole[5001:]):
         cached.write_bytes(damaged)
-        assert compile_cubin("select", {**macros, "CLUSTER": 1}, "sm_90a") == binary
+        assert compile_cubin("select", macros, "sm_90a") == binary
         assert cached.read_bytes() == whole
 
 
 def test_without_a_place_for_the_cache_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path / "file" / "cache"))
-    macros = Launch(SHAPES["narrow"], 1, 64, 8, 132, SHARED_BYTES["sm_90a"]).macros
-    assert compile_cubin("select", {**macros, "CLUSTER": 1}, "sm_90a").startswith(b"\x7fELF")
+    macros = Launch(SHAPES["narrow"], 1, 64, 8, 132, SHARED_BYTES["sm_90a"]).select_macros(1)
+    assert compile_cubin("select", macros, "sm_90a").startswith(b"\x7fELF")

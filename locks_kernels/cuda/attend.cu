@@ -59,7 +59,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             fetch(tile + STAGES - 1);
             asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
             __syncwarp();
-            add_tile(partial, q, ring + tile % STAGES * TILE_BYTES, length - __shfl_sync(ALL_LANES, token, tile), row, quad);
+            const uint8* rows = ring + tile % STAGES * TILE_BYTES;
+            const int live = length - __shfl_sync(ALL_LANES, token, tile);
+            float logits[1][2][4];
+            uint32 p[1][2][2] = {};
+            tile_logits(logits[0], q, rows, live, row, quad);
+            weigh(p, partial, logits);
+            add_values(partial, p[0], rows + KEY_BYTES, live, row, quad);
             __syncwarp();  // the slot is free again
         }
     }

@@ -62,17 +62,16 @@ __device__ __forceinline__ void load_heads(uint32 (&q)[2 * KEY_CHUNKS][4], const
         }
 }
 
-// Adds the 16 tokens of a tile, of which the first `live` exist.
-__device__ __forceinline__ void add_tile(Partial& partial, const uint32 (&q)[2 * KEY_CHUNKS][4], const uint8* tile, int live, int row,
-                                         int quad) {
-    float logits[2][4];
+// Logits of a tile's 16 tokens, of which the first `live` exist, in powers of two.
+__device__ __forceinline__ void tile_logits(float (&logits)[2][4], const uint32 (&q)[2 * KEY_CHUNKS][4], const uint8* keys, int live,
+                                            int row, int quad) {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) logits[block][j] = 0.f;
 #pragma unroll
         for (int c = 0; c < KEY_CHUNKS; ++c) {
-            const uint4 k = read_chunk<D>(tile, 8 * block + row, 4 * c + quad);
+            const uint4 k = read_chunk<D>(keys, 8 * block + row, 4 * c + quad);
             mma(logits[block], q[2 * c][0], q[2 * c][1], q[2 * c][2], q[2 * c][3], k.x, k.y);
             mma(logits[block], q[2 * c + 1][0], q[2 * c + 1][1], q[2 * c + 1][2], q[2 * c + 1][3], k.z, k.w);
         }
@@ -80,10 +79,17 @@ __device__ __forceinline__ void add_tile(Partial& partial, const uint32 (&q)[2 *
         for (int j = 0; j < 4; ++j)
             logits[block][j] = 8 * block + 2 * quad + j % 2 < live ? logits[block][j] * (SOFTMAX_SCALE * LOG2_E) : LOWEST;
     }
-    uint32 p[2][2] = {};  // [token block][half]
+}
+
+// Weights of TILES_AT_ONCE tiles, the first of which has a token, as A operands [tile][block][half]; `partial` then is relative to
+// the largest logit seen.
+template <int TILES_AT_ONCE>
+__device__ __forceinline__ void weigh(uint32 (&p)[TILES_AT_ONCE][2][2], Partial& partial, const float (&logits)[TILES_AT_ONCE][2][4]) {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
-        float next = fmaxf(fmaxf(logits[0][2 * half], logits[0][2 * half + 1]), fmaxf(logits[1][2 * half], logits[1][2 * half + 1]));
+        float next = LOWEST;
+#pragma unroll
+        for (int i = 0; i < 4 * TILES_AT_ONCE; ++i) next = fmaxf(next, logits[i / 4][i / 2 % 2][2 * half + i % 2]);
         next = fmaxf(partial.largest[half], quad_max(next));
         const float shrink = exp2_fast(partial.largest[half] - next);
         partial.largest[half] = next;
@@ -91,19 +97,25 @@ __device__ __forceinline__ void add_tile(Partial& partial, const uint32 (&q)[2 *
 #pragma unroll
         for (int i = 0; i < 8 * VALUE_CHUNKS; ++i) partial.output[i][2 * half] *= shrink, partial.output[i][2 * half + 1] *= shrink;
 #pragma unroll
-        for (int block = 0; block < 2; ++block) {
-            p[block][half] = pack(exp2_fast(logits[block][2 * half] - next), exp2_fast(logits[block][2 * half + 1] - next));
+        for (int i = 0; i < 2 * TILES_AT_ONCE; ++i) {
+            const float(&pair)[4] = logits[i / 2][i % 2];
+            uint32& weights = p[i / 2][i % 2][half];
+            weights = pack(exp2_fast(pair[2 * half] - next), exp2_fast(pair[2 * half + 1] - next));
             // the sum is that of the rounded weights, so that they add to one
-            partial.sum[half] += low_of(p[block][half]) + high_of(p[block][half]);
+            partial.sum[half] += low_of(weights) + high_of(weights);
         }
     }
+}
+
+// Adds a tile's values by their weights.
+__device__ __forceinline__ void add_values(Partial& partial, const uint32 (&p)[2][2], const uint8* values, int live, int row, int quad) {
 #pragma unroll
     for (int c = 0; c < VALUE_CHUNKS; ++c) {
         uint4 v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int token = 2 * quad + i % 2 + i / 2 * 8;
-            v[i] = read_chunk<DV>(tile + KEY_BYTES, token, 8 * c + row);
+            v[i] = read_chunk<DV>(values, token, 8 * c + row);
             if (token >= live) v[i] = make_uint4(0, 0, 0, 0);  // whatever lies there, weight 0 times NaN is NaN
         }
 #pragma unroll

@@ -42,6 +42,9 @@ __device__ __forceinline__ void barriers_ready() {
 __device__ __forceinline__ void barrier_expect(uint32 barrier, uint32 bytes) {
     asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s, [%0], %1;}" ::"r"(barrier), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void prefetch_bulk(const void* from, uint32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void copy_bulk(uint32 to, const void* from, uint32 bytes, uint32 barrier, uint64 policy) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier), "l"(policy)

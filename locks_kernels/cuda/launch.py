@@ -18,9 +18,10 @@ SLICE_PAGES = 2048  # pages below which another block of the selection's cluster
 APPEND_WARPS = 2  # of a scorer's block
 FINALISE_WARPS = 2  # of a block that only appends and finalises
 ATTEND_WARPS, ATTEND_RING = 8, 3
-STEP_CLUSTER, STEP_WARPS = 8, 16  # of a step in one launch
-STEP_PAGES = 2048  # of a block table; with more, all multiprocessors are worth three launches
-STEP_SEARCH_BYTES = 8192  # static, of select_keys.cuh for one block
+STEP_CLUSTER, STEP_WARPS = 8, 8  # of a step in one launch
+STEP_TILES = 2  # of a warp
+STEP_PAGES = 1536  # of a block table; with more, all multiprocessors are worth three launches
+STEP_SEARCH_BYTES = 6144  # static, of select_keys.cuh for one block
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,13 @@ class Launch:
 
     @cached_property
     def step_macros(self) -> dict[str, object]:
-        return {**self.macros, "HEADS": 1, "UNROLL": 4 if self.shape.group <= 4 else 2, "CLUSTER": STEP_CLUSTER}
+        return {
+            **self.macros,
+            "HEADS": 1,
+            "UNROLL": 4 if self.shape.group <= 4 else 2,
+            "CLUSTER": STEP_CLUSTER,
+            "SELECT_THREADS": 32 * STEP_WARPS,
+        }
 
     @property
     def step_capacity(self) -> int:
@@ -145,12 +152,12 @@ class Launch:
 
     @property
     def whole_step(self) -> bool:
-        """Whether a step can be one launch (step.cu), where all of its `step_clusters` run at once."""
+        """Whether a step can be one launch (step.cu), where the `step_clusters` of two steps run at once."""
         return (
             self.shape.page_size == 16
             and self.shape.head_dim <= 128
             and self.max_pages <= STEP_PAGES
-            and self.table_pages <= STEP_CLUSTER * STEP_WARPS
+            and self.table_pages <= STEP_TILES * STEP_CLUSTER * STEP_WARPS
             and self.step_shared_bytes + self.step_static_bytes <= self.shared_bytes
         )
 
@@ -162,6 +169,9 @@ class Launch:
     def slice_capacity(self, blocks: int) -> int:
         """Pages that a block of the selection has room for: whole warps of four keys a lane."""
         return -(-(-(-self.max_pages // blocks) + 4) // 128) * 128
+
+    def select_macros(self, blocks: int) -> dict[str, object]:
+        return {**self.macros, "CLUSTER": blocks, "SELECT_THREADS": SELECT_THREADS}
 
     def select_shared_bytes(self, blocks: int) -> int:
         return SELECT_HISTOGRAM_BYTES + 4 * self.slice_capacity(blocks)

@@ -3,8 +3,8 @@
 //
 // A page's key is the distance of its combined score from an upper bound, counted in floats (non-negative floats order like their
 // bits), so the best page has the smallest key.  Rounds of a radix search over the blocks, one barrier each, narrow down the key
-// of the last page kept: the first digit is a sixteenth of an octave (16 octaves; what lies below shares a bin and is searched from
-// the top), the next ones have 8 bits.  Once the bin in question has few keys, with real scores after one or two rounds, every
+// of the last page kept: the first digit has BITS bits of 16 octaves (what lies below shares a bin and is searched from the top),
+// the next ones are the BITS bits below.  Once the bin in question has few keys, with real scores after one or two rounds, every
 // block sends them to all others together with the number of its keys above the bin, and each ranks them for itself: a second
 // barrier, and the last.  Page ids come out in ascending order; of equal keys the lowest pages are kept, also when there are too
 // many of them to send: a round also finds the smallest and the largest key that it counts, and if they are the same nothing is left
@@ -15,12 +15,13 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int SELECT_THREADS = 512, SELECT_WARPS = SELECT_THREADS / 32;
-constexpr int BINS = 256;
+constexpr int SELECT_WARPS = SELECT_THREADS / 32;  // SELECT_THREADS: of a block, a macro of the launcher
+constexpr int BITS = SELECT_THREADS == 512 ? 8 : 7, BINS = 1 << BITS;
 static_assert(SELECT_THREADS == 2 * BINS, "two threads a bin");
-constexpr int FIRST_SHIFT = 19, MAX_ROUNDS = 5;  // 2^19 floats are a sixteenth of an octave
-constexpr uint32 EXCLUDED = 0xffffffffu;         // key of a page that is not ranked: a sink page, or behind the slice
-constexpr int CANDIDATES = SELECT_THREADS / 8;   // keys of one bin that are ranked directly, eight threads each
+constexpr int FIRST_SHIFT = 27 - BITS, MAX_ROUNDS = 6;  // 2^19 floats are a sixteenth of an octave
+constexpr uint32 EXCLUDED = 0xffffffffu;  // key of a page that is not ranked: a sink page, or behind the slice
+constexpr int CANDIDATES = 64;            // keys of one bin that are ranked directly ...
+constexpr int RANKERS = SELECT_THREADS / CANDIDATES;  // ... by so many threads each
 constexpr int COPIES = 16;                       // of the histogram: at most two lanes meet at an address, whatever the data
 
 template <int BLOCKS>
@@ -139,12 +140,16 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
         }
         __syncthreads();
         if (warp == 0) {
-            const uint4 low = *reinterpret_cast<const uint4*>(memory.totals + 8 * lane);
-            const uint4 high = *reinterpret_cast<const uint4*>(memory.totals + 8 * lane + 4);
-            const uint32 bins[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            constexpr int OWN = BINS / 32;  // bins of a lane
+            uint32 bins[OWN];
+#pragma unroll
+            for (int j = 0; j < OWN; j += 4) {
+                const uint4 four = *reinterpret_cast<const uint4*>(memory.totals + OWN * lane + j);
+                bins[j] = four.x, bins[j + 1] = four.y, bins[j + 2] = four.z, bins[j + 3] = four.w;
+            }
             uint32 own = 0;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) own += bins[j];
+            for (int j = 0; j < OWN; ++j) own += bins[j];
             uint32 before = own;
 #pragma unroll
             for (int apart = 1; apart < 32; apart *= 2) {
@@ -154,9 +159,9 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
             before -= own;
             if (before < needed && needed <= before + own) {
 #pragma unroll
-                for (int j = 0; j < 8; ++j) {
+                for (int j = 0; j < OWN; ++j) {
                     if (before < needed && needed <= before + bins[j]) {
-                        memory.digit = 8 * lane + j;
+                        memory.digit = OWN * lane + j;
                         memory.still_needed = needed - before;
                         memory.in_bin = bins[j];
                     }
@@ -193,7 +198,7 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
             break;
         }
         if (shift == 0) break;
-        shift = open_bin ? 24 : max(shift - 8, 0);
+        shift = open_bin ? 32 - BITS : max(shift - BITS, 0);
     }
 
     // Each warp owns a run of its block's slice.
@@ -233,16 +238,16 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
     }
     cluster_sync<BLOCKS>();
     if (direct) {
-        const int mine = tid / 8;
+        const int mine = tid / RANKERS;
         uint32 better = 0, key = EXCLUDED, page = 0;
         if (mine < static_cast<int>(memory.in_bin)) {
             key = memory.candidate_key[mine], page = memory.candidate_page[mine];
-            for (int i = tid % 8; i < static_cast<int>(memory.in_bin); i += 8)
+            for (int i = tid % RANKERS; i < static_cast<int>(memory.in_bin); i += RANKERS)
                 better += memory.candidate_key[i] < key || (memory.candidate_key[i] == key && memory.candidate_page[i] < page);
         }
 #pragma unroll
-        for (int apart = 4; apart > 0; apart /= 2) better += __shfl_xor_sync(ALL_LANES, better, apart);
-        if (tid % 8 == 0 && mine < static_cast<int>(memory.in_bin) && better < needed) {
+        for (int apart = RANKERS / 2; apart > 0; apart /= 2) better += __shfl_xor_sync(ALL_LANES, better, apart);
+        if (tid % RANKERS == 0 && mine < static_cast<int>(memory.in_bin) && better < needed) {
             if (page < begin) atomicAdd(&memory.chosen_before, 1u);
             else if (page < begin + length) {
                 page_keys[page - begin] = 0;  // from here on like a key above the bin; no real one is 0

@@ -75,9 +75,10 @@ class CudaStages:
         for largest in (LARGEST_CLUSTER, PORTABLE_CLUSTER) if self.score_kernel.overlaps else (1,):
             self.select_blocks = blocks = plan.select_cluster(largest)
             self.slice_capacity = plan.slice_capacity(blocks)
-            macros = {**plan.macros, "CLUSTER": blocks}
             shared_bytes = plan.select_shared_bytes(blocks)
-            self.select_kernel = Kernel("select", "select_pages", macros, device, SELECT_THREADS, shared_bytes)
+            self.select_kernel = Kernel(
+                "select", "select_pages", plan.select_macros(blocks), device, SELECT_THREADS, shared_bytes
+            )
             if blocks <= PORTABLE_CLUSTER or self.select_kernel.runs_at_once(blocks, heads):
                 break
         for largest in (LARGEST_CLUSTER, PORTABLE_CLUSTER) if self.score_kernel.overlaps else (1,):
@@ -96,7 +97,7 @@ class CudaStages:
         if self.score_kernel.overlaps and plan.whole_step:
             threads, shared_bytes = 32 * STEP_WARPS, plan.step_shared_bytes
             kernel = Kernel("step", "whole_step", plan.step_macros, device, threads, shared_bytes)
-            self.step_kernel = kernel if kernel.runs_at_once(STEP_CLUSTER, plan.step_clusters) else None
+            self.step_kernel = kernel if kernel.runs_at_once(STEP_CLUSTER, 2 * plan.step_clusters) else None
 
     @staticmethod
     def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:

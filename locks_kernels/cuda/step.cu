@@ -6,19 +6,20 @@
 //  1. Each warp brings the records of 8 pages by bulk copies and scores them (page_mass.cuh).  Every block of the cluster gets every
 //     score, and of every warp the log-sum-exp: one cluster barrier.
 //  2. Each block selects for itself, without another block (select_keys.cuh).
-//  3. Each warp attends one tile of 16 tokens of the kept pages; the cluster merges (attend_tile.cuh): the second barrier.
+//  3. Each warp attends tiles of 16 tokens of the kept pages; the cluster merges (attend_tile.cuh): the second barrier.
 // The new token's key and value come from where the model left them.  One more cluster for each sequence writes them to the cache and
 // summarises the page that they fill: nothing in this step needs either.
 //
-// What it takes: the scores of all heads in shared memory, a tile for every warp of the cluster at most, and all clusters at once
-// on the device.
+// Blocks are small, 256 threads of at most 128 registers and half of an SM's shared memory, so that those of the next step find
+// room and have lengths, table and first records when this one ends.  (With 512 threads the device had room for 15 clusters, 9 of
+// them a step's: three of the next step started when it ended, and a step took as long as three launches.)
 #include "attend_tile.cuh"
 #include "bulk.cuh"
 #include "page_mass.cuh"
 #include "select_keys.cuh"
 #include "summarise.cuh"
 
-// Set by the launcher: HEADS 1, UNROLL (page_mass.cuh), CLUSTER.
+// Set by the launcher: HEADS 1, UNROLL (page_mass.cuh), CLUSTER, SELECT_THREADS.
 constexpr int THREADS = SELECT_THREADS, WARPS = THREADS / 32;
 constexpr int GROUP_BYTES = GROUP_PAGES * RECORD;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -29,7 +30,12 @@ static_assert(HEADS == 1 && D <= 128 && PAGE == 16 && sizeof(Scratch<1>) <= WARP
 // Strides as in score.cu and attend.cu.  capacity: a multiple of 128, at least max_pages; starts_early: lengths, block table and
 // summaries are written by no kernel that may still run.  tables, out, lse as select_pages and attend leave them.
 // grid (CLUSTER, kv_heads + 1, B); shared memory WARPS * WARP_BYTES + 4 * (G + 1) * capacity.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Asks for the values of 16 tokens, a half row a lane.
+__device__ __forceinline__ void prefetch_rows(const uint16* from, int64 token_stride, int lane) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane / 2 * token_stride + lane % 2 * (D / 2)));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     whole_step(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table,
                const int* __restrict__ seq_lens, int* __restrict__ tables, uint16* __restrict__ out, float* __restrict__ lse,
                int kv_heads, int max_pages, int capacity, int kept, int table_pages, int sink_pages, int recent_pages, int share,
@@ -42,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ Merge<WARPS> merging;
     __shared__ float2 parts[G][CLUSTER * WARPS];  // log-sum-exps of all warps of the cluster, in powers of two
     __shared__ float offsets[G], peaks[G];
-    __shared__ int kept_pages[CLUSTER * WARPS];
+    __shared__ int kept_pages[2 * CLUSTER * WARPS];  // two tiles a warp
     float* scores = reinterpret_cast<float*>(shared + WARPS * WARP_BYTES);  // [G][capacity] nats, of the whole sequence
     int* block_ids = reinterpret_cast<int*>(scores + G * capacity);         // [capacity]
 
@@ -73,15 +79,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int groups = (scored + GROUP_PAGES - 1) / GROUP_PAGES, share_of_block = (groups + CLUSTER - 1) / CLUSTER;
     const int last = min((rank + 1) * share_of_block, groups);
     const uint64 policy = read_once_policy();
+    auto record_of = [&](int page) { return summaries + physical[page] * summary_stride + head * RECORD; };
     auto fetch = [&](int group) {
         const int count = min(GROUP_PAGES, scored - group * GROUP_PAGES);
-        const int id = lane < count ? physical[group * GROUP_PAGES + lane] : 0;
         if (lane == 0) barrier_expect(barrier, count * RECORD);
         __syncwarp();
-        if (lane < count) copy_bulk(shared_address(own + lane * RECORD), summaries + id * summary_stride + head * RECORD, RECORD, barrier, policy);
+        if (lane < count) copy_bulk(shared_address(own + lane * RECORD), record_of(group * GROUP_PAGES + lane), RECORD, barrier, policy);
     };
     int group = rank * share_of_block + warp;
     if (group < last) fetch(group);
+    for (int next = group + WARPS; next < last; next += WARPS)  // those that wait for a place
+        if (const int page = next * GROUP_PAGES + lane; lane < GROUP_PAGES && page < scored) prefetch_bulk(record_of(page), RECORD);
     for (int i = tid; i < pages; i += THREADS) block_ids[i] = physical[i];
     wait_for_previous_kernel();
     // Not before: a kernel two launches ahead may read summaries that the one before this completes.
@@ -150,26 +158,54 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 
     Partial partial;
-    const int at = warp * CLUSTER + rank, page = at < table_pages ? kept_pages[at] : -1;
-    if (page >= 0) {
-        const int64 from = block_ids[page] * page_stride + head * head_stride;
-        copy_rows<D>(own, keys + from, token_stride, lane);
-        copy_rows<D>(own + KEY_BYTES, values + from, token_stride, lane);
-        uint32 q[2 * KEY_CHUNKS][4];
-        load_heads(q, heads, row, quad);
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncwarp();
-        const int live = length - page * PAGE;
-        if (live <= PAGE) {  // its last token is the new one
-            const int64 token = (static_cast<int64>(sequence) * kv_heads + head) * D;
-            if (lane < D / 8) {
-                const int to = (live - 1) * D * 2 + swizzled(live - 1, lane) * 16;
-                *reinterpret_cast<uint4*>(own + to) = *reinterpret_cast<const uint4*>(new_keys + token + 8 * lane);
-                *reinterpret_cast<uint4*>(own + KEY_BYTES + to) = *reinterpret_cast<const uint4*>(new_values + token + 8 * lane);
-            }
-            __syncwarp();
+    const int first = warp * CLUSTER + rank, second = first + WARPS * CLUSTER;  // tiles of this warp
+    const int pages_of[2] = {first < table_pages ? kept_pages[first] : -1, second < table_pages ? kept_pages[second] : -1};
+    if (pages_of[0] >= 0) {  // ids are ascending, -1 behind the last
+        int64 from[2];
+        int live[2];
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+            const int page = pages_of[tile];
+            from[tile] = page < 0 ? 0 : block_ids[page] * page_stride + head * head_stride;
+            live[tile] = page < 0 ? 0 : length - page * PAGE;
         }
-        add_tile(partial, q, own, live, row, quad);
+        // Keys of both tiles, then values at the same place.
+        auto bring = [&](const uint16* pool) {
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+                if (live[tile] > 0) copy_rows<D>(own + tile * KEY_BYTES, pool + from[tile], token_stride, lane);
+        };
+        auto arrive = [&](const uint16* new_token) {
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncwarp();
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+                if (live[tile] > 0 && live[tile] <= PAGE && lane < D / 8) {  // its last token is the new one
+                    const int to = (live[tile] - 1) * D * 2 + swizzled(live[tile] - 1, lane) * 16;
+                    *reinterpret_cast<uint4*>(own + tile * KEY_BYTES + to) =
+                        *reinterpret_cast<const uint4*>(new_token + (static_cast<int64>(sequence) * kv_heads + head) * D + 8 * lane);
+                }
+            __syncwarp();
+        };
+        bring(keys);
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+            if (live[tile] > 0) prefetch_rows(values + from[tile], token_stride, lane);
+        float logits[2][2][4];
+        {
+            uint32 q[2 * KEY_CHUNKS][4];
+            load_heads(q, heads, row, quad);
+            arrive(new_keys);
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) tile_logits(logits[tile], q, own + tile * KEY_BYTES, live[tile], row, quad);
+        }
+        __syncwarp();
+        bring(values);
+        uint32 p[2][2][2] = {};
+        weigh(p, partial, logits);
+        arrive(new_values);
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) add_values(partial, p[tile], own + tile * KEY_BYTES, live[tile], row, quad);
     }
     if (rank == 0) {
         int* table = tables + (static_cast<int64>(sequence) * kv_heads + head) * table_pages;
