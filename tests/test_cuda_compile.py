@@ -40,7 +40,7 @@ REGISTERS = {
     "score": {"llama": 96, "glm": 96, "mqa": 96, "wide": 128, "narrow": 96, "long pages": 112},
     "select_pages": {"llama": 72, "glm": 88, "mqa": 128, "wide": 72, "narrow": 72, "long pages": 72},
     "attend": {"llama": 200, "glm": 200, "mqa": 200, "wide": 240, "narrow": 128, "long pages": 200},
-    "whole_step": dict.fromkeys(("llama", "glm", "narrow"), 128),
+    "whole_step": {"llama": 128, "narrow": 128},
     "build": {"llama": 152, "glm": 152, "mqa": 152, "wide": 255, "narrow": 128, "long pages": 255},
     "append_finalise": {"llama": 104, "glm": 104, "mqa": 112, "wide": 240, "narrow": 80, "long pages": 255},
     "finalise_slots": {"llama": 104, "glm": 104, "mqa": 112, "wide": 240, "narrow": 80, "long pages": 255},
@@ -125,7 +125,7 @@ def test_kernels_compile_do_not_spill_and_wait(name: str, arch: str, tmp_path: P
     assert kernels == (expected - {"whole_step"} if arch == "sm_80" else expected)
 
 
-@pytest.mark.parametrize("group", (1, 4, 7, 16))
+@pytest.mark.parametrize("group", (1, 4))
 @pytest.mark.parametrize("head_dim", (64, 128))
 def test_a_step_in_one_launch_has_its_shared_memory(
     group: int, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -112,12 +112,10 @@ def test_who_appends() -> None:
 
 def test_when_a_step_can_be_one_launch() -> None:
     """Short tables, two tiles for each warp at most, the scores of all heads in shared memory."""
-    longest = {"H200": {1: 1536, 8: 1536, 16: 1536}, "L40S": {1: 1536, 8: 384, 16: 0}}  # pages, in steps of 128
-    for device, groups in longest.items():
-        for group, pages in groups.items():
-            fits = [n for n in range(128, 4096, 128) if plan_of(device, DecodeShape(group, 1), max_pages=n).whole_step]
-            assert max(fits, default=0) == pages, (device, group)
-    for shape in (DecodeShape(4, 1, page_size=32), DecodeShape(4, 1, head_dim=256)):
+    fits = [n for n in range(128, 4096, 128) if plan_of("H200", DecodeShape(4, 1), max_pages=n).whole_step]
+    assert max(fits) == 1024
+    assert not replace(plan_of("H200", DecodeShape(4, 1), max_pages=1024), shared_bytes=48 << 10).whole_step
+    for shape in (DecodeShape(5, 1), DecodeShape(4, 1, page_size=32), DecodeShape(4, 1, head_dim=256)):
         assert not plan_of("H200", shape, max_pages=64).whole_step
     assert not replace(plan_of("H200", DecodeShape(4, 1), max_pages=512), table_pages=129).whole_step
     assert plan_of("H200", DecodeShape(32, 8), batch=2, max_pages=512).step_clusters == 18

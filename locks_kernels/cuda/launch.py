@@ -20,7 +20,7 @@ FINALISE_WARPS = 2  # of a block that only appends and finalises
 ATTEND_WARPS, ATTEND_RING = 8, 3
 STEP_CLUSTER, STEP_WARPS = 8, 8  # of a step in one launch
 STEP_TILES = 2  # of a warp
-STEP_PAGES = 1536  # of a block table; with more, all multiprocessors are worth three launches
+STEP_PAGES = 1024  # of a block table; with more, all multiprocessors are worth three launches
 STEP_SEARCH_BYTES = 6144  # static, of select_keys.cuh for one block
 
 
@@ -126,7 +126,7 @@ class Launch:
         return {
             **self.macros,
             "HEADS": 1,
-            "UNROLL": 4 if self.shape.group <= 4 else 2,
+            "UNROLL": 4,
             "CLUSTER": STEP_CLUSTER,
             "SELECT_THREADS": 32 * STEP_WARPS,
         }
@@ -156,6 +156,7 @@ class Launch:
         return (
             self.shape.page_size == 16
             and self.shape.head_dim <= 128
+            and self.shape.group <= 4  # with more, scoring takes so much arithmetic that it wants all multiprocessors
             and self.max_pages <= STEP_PAGES
             and self.table_pages <= STEP_TILES * STEP_CLUSTER * STEP_WARPS
             and self.step_shared_bytes + self.step_static_bytes <= self.shared_bytes

@@ -11,8 +11,7 @@
 // summarises the page that they fill: nothing in this step needs either.
 //
 // Blocks are small, 256 threads of at most 128 registers and half of an SM's shared memory, so that those of the next step find
-// room and have lengths, table and first records when this one ends.  (With 512 threads the device had room for 15 clusters, 9 of
-// them a step's: three of the next step started when it ended, and a step took as long as three launches.)
+// room and have lengths, table and first records when this one ends.  docs/cuda-step.md has what was measured.
 #include "attend_tile.cuh"
 #include "bulk.cuh"
 #include "page_mass.cuh"
@@ -25,7 +24,7 @@ constexpr int GROUP_BYTES = GROUP_PAGES * RECORD;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 // A warp's own part of shared memory: records, then a tile, then its outputs; in between the keys of pages lie across.
 constexpr int WARP_BYTES = larger(larger(GROUP_BYTES, TILE_BYTES), 4 * OUTPUTS);
-static_assert(HEADS == 1 && D <= 128 && PAGE == 16 && sizeof(Scratch<1>) <= WARP_BYTES);
+static_assert(HEADS == 1 && D <= 128 && PAGE == 16 && PAIRED && sizeof(Scratch<1>) <= WARP_BYTES);
 
 // Strides as in score.cu and attend.cu.  capacity: a multiple of 128, at least max_pages; starts_early: lengths, block table and
 // summaries are written by no kernel that may still run.  tables, out, lse as select_pages and attend leave them.
@@ -103,37 +102,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     } else {
         Query fragments;
         load_query(fragments, heads, row, quad);
-        Running running[HEAD_TILES];
+        Running running;
         cluster_wait();  // all blocks have started: they can be written to
         for (int parity = 0; group < last; group += WARPS, parity ^= 1) {
             barrier_wait(barrier, parity);
             const int lane_page = group * GROUP_PAGES + first_kept(row, quad);
-            float mass[KEPT];
+            float mass[1];
             group_masses(mass, fragments, own, lane_page, scored, row, quad);
             __syncwarp();
             if (group + WARPS < last) fetch(group + WARPS);
+            if (const int query_head = kept_head(0, row); query_head < G && lane_page < scored) {
 #pragma unroll
-            for (int i = 0; i < KEPT; ++i) {
-                const int query_head = kept_head(i, row), at_page = lane_page + i % 2;
-                if (query_head < G && at_page < scored) {
-#pragma unroll
-                    for (int block = 0; block < CLUSTER; ++block)
-                        store_to_block(&scores[query_head * capacity + at_page], block, mass[i] * LN_2);
-                    include(running[i / 2], mass[i]);
-                }
+                for (int block = 0; block < CLUSTER; ++block)
+                    store_to_block(&scores[query_head * capacity + lane_page], block, mass[0] * LN_2);
+                include(running, mass[0]);
             }
         }
+        join_lanes(running);
+        if (quad == 0 && row < G) {
+            float2& part = parts[row][rank * WARPS + warp];
 #pragma unroll
-        for (int tile = 0; tile < HEAD_TILES; ++tile) {
-            join_lanes(running[tile]);
-            const int query_head = PAIRED ? row : tile * 8 + row;
-            if (quad == 0 && query_head < G) {
-                float2& part = parts[query_head][rank * WARPS + warp];
-#pragma unroll
-                for (int block = 0; block < CLUSTER; ++block) {
-                    store_to_block(&part.x, block, running[tile].largest);
-                    store_to_block(&part.y, block, running[tile].sum);
-                }
+            for (int block = 0; block < CLUSTER; ++block) {
+                store_to_block(&part.x, block, running.largest);
+                store_to_block(&part.y, block, running.sum);
             }
         }
         cluster_sync();
