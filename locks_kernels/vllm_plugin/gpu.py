@@ -230,7 +230,8 @@ class LocksImpl(FlashAttentionImpl):
         decodes = attn_metadata.decodes
         stages = self.served.stages(attn_metadata.stages, kv_cache)
         if self._scorer_appends(layer):
-            # vLLM's dummy batches have lengths above 0 and block tables of some request, but slots of -1: they write nothing.
+            # vLLM's dummy batches have lengths above 0, and block tables of zeros or (model runner V1) of requests that live:
+            # only their slots of -1 say that nothing is to be written.
             tokens, slots = (query[:decodes], key[:decodes], value[:decodes]), attn_metadata.slot_mapping[:decodes]
             stages.append_score(*tokens, starts_early=False, slots=slots)  # type: ignore[misc]
         else:
