@@ -77,8 +77,8 @@ class LocksMetadata(FlashAttentionMetadata):
     @property
     def scorer_appends(self) -> bool:
         """Whether the scorer can write the new tokens and finish their pages: then nobody needs them before."""
-        only_decodes = self.stages is not None and self.prefill is None and self.summaries_ready
-        return only_decodes and self.stages.append_score is not None  # type: ignore[union-attr]
+        stages, only_decodes = self.stages, self.prefill is None and self.summaries_ready
+        return stages is not None and only_decodes and stages.append_score is not None
 
 
 class LocksBuilder(FlashAttentionMetadataBuilder):
