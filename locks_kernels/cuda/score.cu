@@ -54,13 +54,13 @@ __device__ __forceinline__ void copy_pages(uint32 to, const uint8* from, int pag
 // apart; scores [B, kv_heads * G, score_stride];
 // partials [B, kv_heads * G, gridDim.x * SUBS] (largest, sum): log-sum-exp of the scores by warp, in powers of two.
 // ready: what no kernel that may still run writes: NOTHING is sure; ALL_BUT_TOKEN but the query, the new key and value; ALL.
-// new_keys, new_values [B, kv_heads, D]: written at position seq_lens - 1 of keys and values, strides in elements; null for none.
+// new_keys, new_values [B, kv_heads, D]: written at position seq_lens - 1 of keys and values (NewTokens); null for none.
 extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
     score(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
           float* __restrict__ scores, float2* __restrict__ partials, int batch, int kv_heads, int max_pages, int score_stride,
           int recent_pages, int ready, int64 summary_stride, int64 query_stride, uint16* keys, uint16* values,
-          const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, int64 page_stride, int64 head_stride,
-          int64 token_stride) {
+          const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, const int64* __restrict__ slots,
+          int new_key_stride, int new_value_stride, int64 page_stride, int64 head_stride, int64 token_stride) {
     extern __shared__ __align__(128) uint8 stages[];
     __shared__ __align__(8) uint64 full[STAGES], empty[STAGES];
 
@@ -79,7 +79,8 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
 #if APPEND_WARPS
     if (warp > WARPS) {
         __shared__ Scratch<1> scratch[APPEND_WARPS];
-        const NewTokens tokens = {keys, values, new_keys, new_values, page_stride, head_stride, token_stride};
+        const NewTokens tokens = {keys,        values,      new_keys,     new_values,     slots,
+                                  page_stride, head_stride, token_stride, new_key_stride, new_value_stride};
         const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y, own = warp - WARPS - 1;
         wait_for_previous_kernel();
         if (new_keys)

@@ -32,6 +32,7 @@ def plan_on(device: torch.device, shape: DecodeShape, batch: int, max_pages: int
 
 # `Ready` of score.cu: what no kernel that may still run writes when the scorer starts.
 NOTHING, ALL_BUT_TOKEN, ALL = range(3)
+NULL = (0,)  # for a tensor that a kernel does without
 
 
 class CudaStages:
@@ -113,11 +114,12 @@ class CudaStages:
         return plan.unsupported(PORTABLE_CLUSTER if capability >= (9, 0) else 1)
 
     def _check_token(self, **tensors: torch.Tensor) -> None:
-        """Queries and outputs are [B, HQ, D], new keys and values [B, H, D], all in the cache's type."""
+        """Queries and outputs are [B, HQ, D], new keys and values [B, H, D], all in the cache's type; rows of inputs may be
+        those of a fused projection."""
         shape, pool = self.cache.shape, self.cache.keys
         for name, tensor in tensors.items():
             heads = shape.kv_heads if name in ("keys", "values") else shape.query_heads
-            rows_apart = name == "query"
+            rows_apart = name != "out"
             check_tensor(name, tensor, (self.sequences.batch, heads, shape.head_dim), pool.dtype, pool.device, rows_apart)
 
     @property
@@ -168,6 +170,8 @@ class CudaStages:
                 kv_heads,
                 sequences.max_pages,
                 self._summary_stride,
+                keys.stride(0),
+                values.stride(0),
                 *self._strides,
             ),
         )
@@ -214,17 +218,27 @@ class CudaStages:
 
     def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self._check_token(query=query)
-        self._score(query, ALL if summaries_ready else NOTHING, ((0,), (0,)))
+        self._score(query, ALL if summaries_ready else NOTHING, (NULL, NULL, NULL, 0, 0))
 
     @property
     def append_score(self) -> AppendScore | None:
         return self._append_score if self.plan.append_warps else None
 
-    def _append_score(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None:
+    def _append_score(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        starts_early: bool,
+        slots: torch.Tensor | None = None,
+    ) -> None:
         self._check_token(query=query, keys=keys, values=values)
-        self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, (keys, values))
+        if slots is not None:
+            check_tensor("slots", slots, (self.sequences.batch,), torch.int64, self.cache.keys.device)
+        new_token = keys, values, NULL if slots is None else slots, keys.stride(0), values.stride(0)
+        self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, new_token)
 
-    def _score(self, query: torch.Tensor, ready: int, new_token: tuple[torch.Tensor, ...] | tuple[tuple[int], ...]) -> None:
+    def _score(self, query: torch.Tensor, ready: int, new_token: tuple[torch.Tensor | tuple[int] | int, ...]) -> None:
         cache, sequences, plan = self.cache, self.sequences, self.plan
         kv_heads = cache.shape.kv_heads
         self.score_kernel.launch(
