@@ -33,9 +33,10 @@ def step_of(
     before, _ = make(shape, tokens, room=0)
     stages = CudaStages(cache, sequences, options)
     assert stages.whole_step is not None
-    query, size = 2 * make_query(shape, len(tokens)), (len(tokens), shape.kv_heads, shape.head_dim)
-    keys, values = ((1.5 * randn(*size, seed=seed)).to(cache.keys.dtype) for seed in (5, 6))
-    out = torch.full_like(query, float("nan"))
+    # views of one projection, as in a model
+    joined = 1.5 * randn(len(tokens), shape.query_heads + 2 * shape.kv_heads, shape.head_dim, seed=5)
+    query, keys, values = joined.to(cache.keys.dtype).split((shape.query_heads, shape.kv_heads, shape.kv_heads), 1)
+    out = torch.full(query.shape, float("nan"), dtype=query.dtype, device=DEVICE)
     torch.cuda.synchronize()
     stages.whole_step(query, keys, values, out, starts_early)
     return stages, (before, sequences), query, out, (keys, values)

@@ -211,6 +211,8 @@ class CudaStages:
                 cache.values,
                 keys,
                 values,
+                keys.stride(0),
+                values.stride(0),
                 *self._strides,
             ),
             cluster=STEP_CLUSTER,
