@@ -70,9 +70,10 @@ class Launch:
     def score_subs(self) -> int:
         """Warps per head, at most one for each stage of the ring (score.cu).
 
-        Groups over 4 heads need more arithmetic a page; over 8, or wide heads, the registers of 8 warps.
+        Groups over 4 heads and ranks below 8 need more arithmetic a byte; over 8 heads, or wide ones, the registers of 8 warps.
         """
-        twice = 4 < self.shape.group <= 8 and self.shape.head_dim <= 128
+        much = self.shape.group > 4 or self.shape.rank < 8
+        twice = much and self.shape.group <= 8 and self.shape.head_dim <= 128
         return min(SCORE_WARPS * (2 if twice else 1) // self.score_heads, self.score_stages)
 
     @cached_property
