@@ -51,16 +51,7 @@ class Step(Protocol):
 
 
 class AppendScore(Protocol):
-    def __call__(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        starts_early: bool,
-        slots: torch.Tensor | None = None,
-    ) -> None:
-        """slots: int64 [B]; a sequence whose slot is negative has no new token, whatever its length.  None: all have one."""
-        ...
+    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None: ...
 
 
 class WholeStep(Protocol):
@@ -194,7 +185,7 @@ class LocksDecoder:
         """Append the token at position `seq_lens - 1`, summarise its page if that is now full, and attend.
 
         query [B, HQ, D], keys and values [B, H, D], out like query: for "cuda" in the cache's type and contiguous, save that
-        the query's rows may lie apart (ShapeError).
+        the rows of the inputs may lie apart, those of keys and values equally (ShapeError), as in a fused projection.
         The caller advances `seq_lens` before (once for all layers).  Sequences of length 0 give zeros.
         """
         out = torch.empty_like(query) if out is None else out

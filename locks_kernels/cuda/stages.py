@@ -21,7 +21,7 @@ from locks_kernels.cuda.launch import (
 )
 from locks_kernels.cuda.program import Kernel
 from locks_kernels.decode import AppendScore, Stages, WholeStep
-from locks_kernels.shapes import DecodeShape, SelectOptions
+from locks_kernels.shapes import DecodeShape, SelectOptions, ShapeError
 
 
 def plan_on(device: torch.device, shape: DecodeShape, batch: int, max_pages: int, table_pages: int) -> Launch:
@@ -121,6 +121,8 @@ class CudaStages:
             heads = shape.kv_heads if name in ("keys", "values") else shape.query_heads
             rows_apart = name != "out"
             check_tensor(name, tensor, (self.sequences.batch, heads, shape.head_dim), pool.dtype, pool.device, rows_apart)
+        if "keys" in tensors and self.sequences.batch > 1 and tensors["keys"].stride(0) != tensors["values"].stride(0):
+            raise ShapeError("rows of the new keys and of the new values must lie equally far apart")
 
     @property
     def _strides(self) -> tuple[tuple[int], tuple[int], tuple[int]]:
@@ -171,7 +173,6 @@ class CudaStages:
                 sequences.max_pages,
                 self._summary_stride,
                 keys.stride(0),
-                values.stride(0),
                 *self._strides,
             ),
         )
@@ -212,7 +213,6 @@ class CudaStages:
                 keys,
                 values,
                 keys.stride(0),
-                values.stride(0),
                 *self._strides,
             ),
             cluster=STEP_CLUSTER,
@@ -220,25 +220,15 @@ class CudaStages:
 
     def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self._check_token(query=query)
-        self._score(query, ALL if summaries_ready else NOTHING, (NULL, NULL, NULL, 0, 0))
+        self._score(query, ALL if summaries_ready else NOTHING, (NULL, NULL, 0))
 
     @property
     def append_score(self) -> AppendScore | None:
         return self._append_score if self.plan.append_warps else None
 
-    def _append_score(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        starts_early: bool,
-        slots: torch.Tensor | None = None,
-    ) -> None:
+    def _append_score(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None:
         self._check_token(query=query, keys=keys, values=values)
-        if slots is not None:
-            check_tensor("slots", slots, (self.sequences.batch,), torch.int64, self.cache.keys.device)
-        new_token = keys, values, NULL if slots is None else slots, keys.stride(0), values.stride(0)
-        self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, new_token)
+        self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, (keys, values, keys.stride(0)))
 
     def _score(self, query: torch.Tensor, ready: int, new_token: tuple[torch.Tensor | tuple[int] | int, ...]) -> None:
         cache, sequences, plan = self.cache, self.sequences, self.plan

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                const int* __restrict__ seq_lens, int* __restrict__ tables, uint16* __restrict__ out, float* __restrict__ lse,
                int kv_heads, int max_pages, int capacity, int kept, int table_pages, int sink_pages, int recent_pages, int share,
                int starts_early, int64 summary_stride, int64 query_stride, uint16* keys, uint16* values,
-               const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, int new_key_stride, int new_value_stride,
+               const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, int new_stride,
                int64 page_stride, int64 head_stride, int64 token_stride) {
     extern __shared__ __align__(128) uint8 shared[];
     __shared__ __align__(8) uint64 arrived[WARPS];
@@ -58,8 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 
     if (head == kv_heads) {  // the cluster that appends; its end lets the next kernel start, which may read the summaries
         wait_for_previous_kernel();
-        const NewTokens tokens = {keys,        values,      new_keys,     new_values,     nullptr,
-                                  page_stride, head_stride, token_stride, new_key_stride, new_value_stride};
+        const NewTokens tokens = {keys, values, new_keys, new_values, new_stride, page_stride, head_stride, token_stride};
         for (int at = rank + CLUSTER * warp; at < kv_heads; at += CLUSTER * WARPS)
             append_token(*reinterpret_cast<Scratch<1>*>(own), tokens, block_table, seq_lens, summaries, sequence * kv_heads + at,
                          kv_heads, max_pages, summary_stride);
@@ -167,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int tile = 0; tile < 2; ++tile)
                 if (live[tile] > 0) copy_rows<D>(own + tile * KEY_BYTES, pool + from[tile], token_stride, lane);
         };
-        auto arrive = [&](const uint16* new_token, int64 stride) {
+        auto arrive = [&](const uint16* new_token) {
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncwarp();
 #pragma unroll
@@ -175,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 if (live[tile] > 0 && live[tile] <= PAGE && lane < D / 8) {  // its last token is the new one
                     const int to = (live[tile] - 1) * D * 2 + swizzled(live[tile] - 1, lane) * 16;
                     *reinterpret_cast<uint4*>(own + tile * KEY_BYTES + to) =
-                        *reinterpret_cast<const uint4*>(new_token + sequence * stride + head * D + 8 * lane);
+                        *reinterpret_cast<const uint4*>(new_token + static_cast<int64>(sequence) * new_stride + head * D + 8 * lane);
                 }
             __syncwarp();
         };
@@ -187,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         {
             uint32 q[2 * KEY_CHUNKS][4];
             load_heads(q, heads, row, quad);
-            arrive(new_keys, new_key_stride);
+            arrive(new_keys);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) tile_logits(logits[tile], q, own + tile * KEY_BYTES, live[tile], row, quad);
         }
@@ -195,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         bring(values);
         uint32 p[2][2][2] = {};
         weigh(p, partial, logits);
-        arrive(new_values, new_value_stride);
+        arrive(new_values);
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) add_values(partial, p[tile], own + tile * KEY_BYTES, live[tile], row, quad);
     }
