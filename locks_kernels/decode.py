@@ -196,8 +196,8 @@ class LocksDecoder:
     @property
     def launches(self) -> list[str]:
         """What a step launches, by stage."""
-        nothing = self.cache.keys
-        return list(step_launches(self.stages, nothing, nothing, nothing, nothing))
+        token = self.cache.keys  # stands for all tensors: only names are asked for
+        return list(step_launches(self.stages, token, token, token, token))
 
     @property
     def tables(self) -> torch.Tensor:

@@ -10,10 +10,11 @@ if not torch.cuda.is_available():
 
 from vllm_world import world as world  # a fixture of several files
 
+FORMS = {True: "one launch", False: "stages"}
+HAS_CLUSTERS = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
-@pytest.fixture(
-    params=(True, False) if torch.cuda.is_available() else (False,), ids=lambda one: "one launch" if one else "stages"
-)
+
+@pytest.fixture(params=FORMS if HAS_CLUSTERS else (False,), ids=FORMS.get)
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both forms of a CUDA step: whether one launch may do all of it."""
     from locks_kernels.cuda.launch import Launch

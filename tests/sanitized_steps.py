@@ -40,12 +40,24 @@ def main() -> None:
             stages.attend(query, torch.empty_like(query))
         if stages.append_score:
             stages.append_score(query, token, token, starts_early=True)
-        if stages.whole_step:
-            stages.whole_step(query, token, token, torch.empty_like(query), starts_early=True)
+    if torch.cuda.get_device_capability(DEVICE) >= (9, 0):
+        for shape in (DecodeShape(8, 2), DecodeShape(9, 3, 64, 16, 2)):
+            for tokens in ((0, 1, 16 * 40), (16 * 640 - 1,)):  # within the budget, and two groups of pages for a warp
+                one_launch(shape, tokens)
     for width, rows in ((576, 131), (4096, 300)):
         x = randn(1, width).bfloat16()
         projection.gemv(x, randn(rows, width).bfloat16(), x.new_empty(1, rows), x[0])
     torch.cuda.synchronize()
+
+
+def one_launch(shape: DecodeShape, tokens: tuple[int, ...]) -> None:
+    cache, sequences = make(shape, tokens)
+    stages = CudaStages(cache, sequences, SelectOptions(2048))  # two tiles a warp
+    assert stages.whole_step is not None
+    query = make_query(shape, sequences.batch)
+    token = randn(sequences.batch, shape.kv_heads, shape.head_dim).to(query.dtype)
+    for starts_early in (False, True):
+        stages.whole_step(query, token, token, torch.empty_like(query), starts_early)
 
 
 def racy(folder: Path, name: str) -> None:

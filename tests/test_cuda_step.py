@@ -11,7 +11,8 @@ from locks_kernels.cache import PagedCache, Sequences
 from locks_kernels.cuda.stages import CudaStages
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
+HAS_CLUSTERS = ON_GPU and torch.cuda.get_device_capability() >= (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CLUSTERS, reason="needs a CUDA device of capability 9.0")]
 
 SHAPES = [
     DecodeShape(8, 2),
@@ -59,6 +60,17 @@ def test_one_launch_is_append_score_select_and_attend(shape: DecodeShape, tokens
     assert torch.allclose(stages.lse, lse, atol=SCORE_ERROR)
 
 
+@pytest.mark.parametrize("tokens", ((16 * 1024 - 3,), (2049, 1500), (2047, 16 * 1000)), ids=str)
+def test_two_tiles_a_warp(tokens: tuple[int, ...]) -> None:
+    """The usual budget; the new token is in a second tile."""
+    options, shape = SelectOptions(2048), SHAPES[0]
+    stages, (before, sequences), query, out, token = step_of(shape, tokens, options)
+    reference.append(before, sequences, *token)
+    combined = reference.combine(reference.score(query, before, sequences), shape.kv_heads, options.combine)
+    assert_good_table(stages.tables, combined, sequences, shape, options)
+    assert_close_output(out, reference.attend(query, before, sequences, stages.tables)[0], shape.dtype)
+
+
 @pytest.mark.parametrize("combine", ("share", "peak"))
 @pytest.mark.parametrize("sink, recent", ((0, 1), (3, 5)))
 def test_options(combine: str, sink: int, recent: int) -> None:
@@ -90,29 +102,25 @@ def test_of_equal_pages_the_lowest_are_kept() -> None:
 
 
 def test_steps_behind_one_another_do_not_read_ahead() -> None:
-    """Two layers in turn, each step early: a page that fills is ranked in the layer's next step by its new summary."""
-    shape, batch = SHAPES[0], 2
-    layers = [make(shape, (16 * 40 - 8, 16 * 90 - 5), room=4, seed=seed) for seed in (0, 7)]
-    for cache, _ in layers:
-        cache.keys.nan_to_num_(0.0), cache.values.nan_to_num_(0.0)
-    copies = [PagedCache(cache.shape, cache.keys.clone(), cache.values.clone(), cache.summaries.clone()) for cache, _ in layers]
-    tokens = [tuple(randn(batch, 2, 128, seed=step).bfloat16() for _ in range(2)) for step in range(40)]
-    queries = [make_query(shape, batch, seed=step) for step in range(40)]
+    """Two layers in turn, with nothing between their launches: a page that fills is ranked in the layer's next step by its
+    new summary."""
+    shape, steps = SHAPES[0], 40
+    tokens = [tuple(randn(2, 2, 128, seed=seed).bfloat16() for seed in (step, step + steps)) for step in range(steps)]
+    queries = [make_query(shape, 2, seed=step) for step in range(steps)]
     found: list[list[torch.Tensor]] = []
-    for caches, early in ((copies, False), ([cache for cache, _ in layers], True)):
-        lens = [sequences.seq_lens.clone() for _, sequences in layers]
+    for starts_early in (False, True):
+        made = [make(shape, (16 * 40 - 8, 16 * 90 - 5), room=4, seed=seed) for seed in (0, 7)]
+        lengths = [[sequences.seq_lens + 1 + step for step in range(steps)] for _, sequences in made]
         stages = [
-            CudaStages(cache, Sequences(sequences.block_table, length), OPTIONS)
-            for cache, (_, sequences), length in zip(caches, layers, lens, strict=True)
+            [CudaStages(cache, Sequences(sequences.block_table, length), OPTIONS) for length in lens]
+            for (cache, sequences), lens in zip(made, lengths, strict=True)
         ]
-        outs = []
-        for step in range(40):
-            for length in lens:
-                length += 1
-            for one in stages:
-                assert one.whole_step is not None
-                outs.append(torch.empty_like(queries[step]))
-                one.whole_step(queries[step], *tokens[step], outs[-1], early)
+        outs = [torch.empty_like(queries[0]) for _ in range(2 * steps)]
+        torch.cuda.synchronize(DEVICE)
+        for at, out in enumerate(outs):
+            launch = stages[at % 2][at // 2].whole_step
+            assert launch is not None
+            launch(queries[at // 2], *tokens[at // 2], out, starts_early)
         torch.cuda.synchronize(DEVICE)
         found.append(outs)
     assert all(torch.equal(safe, early) for safe, early in zip(*found, strict=True))

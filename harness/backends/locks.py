@@ -58,7 +58,7 @@ class Locks(SparseStep):
 
     def stage_bytes(self, case: Case) -> dict[str, int]:
         parts = locks_stage_bytes(local_shape(case), case.select, case.ctx, case.batch)
-        whole = self._decoders and self._decoders[0].launches == [WHOLE_STEP]
+        whole = bool(self._decoders) and self._decoders[0].launches == [WHOLE_STEP]
         return {WHOLE_STEP: sum(parts.values())} if whole else parts
 
     def bytes(self, case: Case) -> dict[str, int]:

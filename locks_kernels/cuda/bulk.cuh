@@ -31,7 +31,7 @@ __device__ __forceinline__ uint64 read_once_policy() {
     return policy;
 }
 
-// Thread 0, behind its barrier_init calls and before the block's __syncthreads.
+// Whoever has called barrier_init, before the others of the block or warp are waited for.
 __device__ __forceinline__ void barriers_ready() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -262,7 +262,7 @@ __device__ __forceinline__ void include(Running& running, float mass) {
     running.sum = running.sum * exp2_fast(running.largest - largest) + exp2_fast(mass - largest);
     running.largest = largest;
 }
-// Joins the lanes of one head: the quad, and with PAIRED the other half of the rows.
+// Joins the lanes of one head: those 1 and 2 apart (the quad), and with PAIRED those 16 apart (the other page's rows).
 __device__ __forceinline__ void join_lanes(Running& running) {
 #pragma unroll
     for (int apart = 1; apart <= (PAIRED ? 16 : 2); apart = apart == 2 ? 16 : 2 * apart) {

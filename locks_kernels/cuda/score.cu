@@ -6,7 +6,7 @@
 //
 // One block owns a run of pages of HEADS heads and takes them in groups of 8: a producer warp brings each group's records by
 // asynchronous copies (bulk ones from sm_90 on) into a ring of STAGES slots; warp (sub, head) takes every SUBS-th group.  All
-// HEADS heads of a page are one contiguous copy.  With at most 4 query heads a group eight consumer warps do as well as 16 (bytes
+// HEADS heads of a page are one contiguous copy.  With at most 4 query heads a group and rank 8 eight consumer warps do as well as 16 (bytes
 // bind) and leave room on the SM for the blocks that finish a new page and that select.
 //
 // APPEND_WARPS more warps write the step's new tokens and summarise the pages that they fill: beside the scoring, which needs

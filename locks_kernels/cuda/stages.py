@@ -122,7 +122,7 @@ class CudaStages:
             rows_apart = name != "out"
             check_tensor(name, tensor, (self.sequences.batch, heads, shape.head_dim), pool.dtype, pool.device, rows_apart)
         if "keys" in tensors and self.sequences.batch > 1 and tensors["keys"].stride(0) != tensors["values"].stride(0):
-            raise ShapeError("rows of the new keys and of the new values must lie equally far apart")
+            raise ShapeError("rows of new keys and new values lie differently far apart: pass both .contiguous()")
 
     @property
     def _strides(self) -> tuple[tuple[int], tuple[int], tuple[int]]:

@@ -26,21 +26,21 @@ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int WARP_BYTES = larger(larger(GROUP_BYTES, TILE_BYTES), 4 * OUTPUTS);
 static_assert(HEADS == 1 && D <= 128 && PAGE == 16 && PAIRED && sizeof(Scratch<1>) <= WARP_BYTES);
 
-// Strides as in score.cu and attend.cu.  capacity: a multiple of 128, at least max_pages; starts_early: lengths, block table and
-// summaries are written by no kernel that may still run.  tables, out, lse as select_pages and attend leave them.
-// grid (CLUSTER, kv_heads + 1, B); shared memory WARPS * WARP_BYTES + 4 * (G + 1) * capacity.
 // Asks for the values of 16 tokens, a half row a lane.
 __device__ __forceinline__ void prefetch_rows(const uint16* from, int64 token_stride, int lane) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane / 2 * token_stride + lane % 2 * (D / 2)));
 }
 
+// Pools, strides and new_keys, new_values, new_stride as in score.cu; tables, out, lse as select_pages and attend leave them.
+// capacity: a multiple of 128, at least max_pages; starts_early: no kernel that may still run writes lengths, block table or
+// summaries (they are not __restrict__, or a compiler may read them in front of the wait for that kernel).
+// grid (CLUSTER, kv_heads + 1, B); shared memory WARPS * WARP_BYTES + 4 * (G + 1) * capacity.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    whole_step(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table,
-               const int* __restrict__ seq_lens, int* __restrict__ tables, uint16* __restrict__ out, float* __restrict__ lse,
-               int kv_heads, int max_pages, int capacity, int kept, int table_pages, int sink_pages, int recent_pages, int share,
-               int starts_early, int64 summary_stride, int64 query_stride, uint16* keys, uint16* values,
-               const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, int new_stride,
-               int64 page_stride, int64 head_stride, int64 token_stride) {
+    whole_step(uint8* summaries, const uint16* __restrict__ query, const int* block_table, const int* seq_lens,
+               int* __restrict__ tables, uint16* __restrict__ out, float* __restrict__ lse, int kv_heads, int max_pages,
+               int capacity, int kept, int table_pages, int sink_pages, int recent_pages, int share, int starts_early,
+               int64 summary_stride, int64 query_stride, uint16* keys, uint16* values, const uint16* __restrict__ new_keys,
+               const uint16* __restrict__ new_values, int new_stride, int64 page_stride, int64 head_stride, int64 token_stride) {
     extern __shared__ __align__(128) uint8 shared[];
     __shared__ __align__(8) uint64 arrived[WARPS];
     __shared__ Search<1> search;
@@ -56,8 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int rank = cluster_rank();
     uint8* own = shared + warp * WARP_BYTES;
 
-    if (head == kv_heads) {  // the cluster that appends; its end lets the next kernel start, which may read the summaries
-        wait_for_previous_kernel();
+    const bool appends = head == kv_heads;
+    if (appends || !starts_early) wait_for_previous_kernel();
+    if (appends) {  // the last of this step to let the next kernel start: by its end
         const NewTokens tokens = {keys, values, new_keys, new_values, new_stride, page_stride, head_stride, token_stride};
         for (int at = rank + CLUSTER * warp; at < kv_heads; at += CLUSTER * WARPS)
             append_token(*reinterpret_cast<Scratch<1>*>(own), tokens, block_table, seq_lens, summaries, sequence * kv_heads + at,
@@ -69,9 +70,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     barriers_ready();
     __syncwarp();
     cluster_arrive();
-    if (!starts_early) wait_for_previous_kernel();
 
     const int length = seq_lens[sequence], pages = (length + PAGE - 1) / PAGE;
+    if (pages > capacity) __trap();
     const int* physical = block_table + static_cast<int64>(sequence) * max_pages;
     const bool keeps_all = pages <= table_pages;
     const int scored = keeps_all ? 0 : pages - recent_pages;
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         if (const int page = next * GROUP_PAGES + lane; lane < GROUP_PAGES && page < scored) prefetch_bulk(record_of(page), RECORD);
     for (int i = tid; i < pages; i += THREADS) block_ids[i] = physical[i];
     wait_for_previous_kernel();
-    // Not before: a kernel two launches ahead may read summaries that the one before this completes.
+    // Not before: the next kernel, if it starts early, may read summaries that the kernel ahead of this one has completed.
     let_next_kernel_start();
 
     const int64 first_query = (static_cast<int64>(sequence) * kv_heads + head) * G;
