@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from locks_kernels.cache import PagedCache, Sequences
-from locks_kernels.cuda.inputs import check_cache, check_tensor
+from locks_kernels.cuda.inputs import check_cache, check_tensor, check_token
 from locks_kernels.cuda.launch import ATTEND_WARPS, GROUP_PAGES, RESERVED_SHARED_BYTES, SELECT_STATIC_BYTES, Launch
 from locks_kernels.decode import step_launches
 from locks_kernels.shapes import HEAD_DIMS, PAGE_SIZES, RANKS, DecodeShape, ShapeError
@@ -81,6 +81,15 @@ def test_tensors_that_the_kernels_would_misread_are_refused() -> None:
     assert "torch.float32" in refused_by(lambda: check(torch.zeros(2, 32, 64)))
     assert "(1, 32, 64)" in refused_by(lambda: check(fused[:1, :32]))
     refused_by(lambda: check(torch.zeros(2 * 32 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 32, 64)))
+
+
+def test_tokens_may_be_rows_of_a_fused_projection() -> None:
+    cache = PagedCache.allocate(DecodeShape(4, 2, 64), 1, "cpu")
+    query, keys, values = torch.zeros(3, 8, 64, dtype=torch.bfloat16).split((4, 2, 2), 1)
+    check_token(cache, 3, query=query, keys=keys, values=values, out=query.contiguous())
+    assert "out must be contiguous" in refused_by(lambda: check_token(cache, 3, out=query))
+    assert "pass both .contiguous()" in refused_by(lambda: check_token(cache, 3, keys=keys.contiguous(), values=values))
+    check_token(cache, 1, keys=keys[:1].contiguous(), values=values[:1])
 
 
 def test_caches_that_the_kernels_would_misread_are_refused() -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from locks_kernels.cache import PagedCache, Sequences
-from locks_kernels.cuda.inputs import check_cache, check_tensor
+from locks_kernels.cuda.inputs import check_cache, check_tensor, check_token
 from locks_kernels.cuda.launch import (
     ATTEND_WARPS,
     FINALISE_WARPS,
@@ -21,7 +21,7 @@ from locks_kernels.cuda.launch import (
 )
 from locks_kernels.cuda.program import Kernel
 from locks_kernels.decode import AppendScore, Stages, WholeStep
-from locks_kernels.shapes import DecodeShape, SelectOptions, ShapeError
+from locks_kernels.shapes import DecodeShape, SelectOptions
 
 
 def plan_on(device: torch.device, shape: DecodeShape, batch: int, max_pages: int, table_pages: int) -> Launch:
@@ -114,15 +114,7 @@ class CudaStages:
         return plan.unsupported(PORTABLE_CLUSTER if capability >= (9, 0) else 1)
 
     def _check_token(self, **tensors: torch.Tensor) -> None:
-        """Queries and outputs are [B, HQ, D], new keys and values [B, H, D], all in the cache's type; rows of inputs may be
-        those of a fused projection."""
-        shape, pool = self.cache.shape, self.cache.keys
-        for name, tensor in tensors.items():
-            heads = shape.kv_heads if name in ("keys", "values") else shape.query_heads
-            rows_apart = name != "out"
-            check_tensor(name, tensor, (self.sequences.batch, heads, shape.head_dim), pool.dtype, pool.device, rows_apart)
-        if "keys" in tensors and self.sequences.batch > 1 and tensors["keys"].stride(0) != tensors["values"].stride(0):
-            raise ShapeError("rows of new keys and new values lie differently far apart: pass both .contiguous()")
+        check_token(self.cache, self.sequences.batch, **tensors)
 
     @property
     def _strides(self) -> tuple[tuple[int], tuple[int], tuple[int]]:
