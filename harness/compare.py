@@ -97,7 +97,7 @@ def control(records: Iterable[Record], rules: Rules) -> Control:
         (
             f"A/A comparison of {cell_name(first)} found {effect.change:+.1%} (p = {effect.p:.1g}) where there is no change"
             for first, effect in effects
-            if effect.p < rules.alpha and abs(effect.change) > threshold(rules.thresholds, cell_name(first)).change
+            if effect.p < rules.alpha and abs(effect.change) > threshold(rules.thresholds, cell_name(first))
         ),
         None,
     )
@@ -127,8 +127,7 @@ def _draft(base: list[Record], new: Record | None, controls: Sequence[Control], 
     good = [record for record in base if timed(record)]
     shown = new or base[-1]
     name = cell_name(shown)
-    limit = threshold(rules.thresholds, name)
-    cell = Cell(cell_key(shown), name, shown.backend, shown.case, Verdict.UNCLEAR, command=shown.command, decides=limit.decides)
+    cell = Cell(cell_key(shown), name, shown.backend, shown.case, Verdict.UNCLEAR, command=shown.command)
     if new is not None and new.outcome is Outcome.INVALID:
         return replace(cell, verdict=Verdict.INVALID, reason=new.reason, coverage=Coverage.LOST if good else Coverage.NONE)
     if new is None or not timed(new) or not good:
@@ -146,7 +145,7 @@ def _draft(base: list[Record], new: Record | None, controls: Sequence[Control], 
     alike = sorted(settled, key=latency_ns)
     middle = alike[len(alike) // 2]
     spread = max(latency_ns(alike[-1]) / latency_ns(middle), latency_ns(middle) / latency_ns(alike[0])) - 1
-    floor = max(limit.change, spread, *(one.noise_at(latency_ns(middle)) for one in controls))
+    floor = max(threshold(rules.thresholds, name), spread, *(one.noise_at(latency_ns(middle)) for one in controls))
     if floor > MOST:
         return replace(
             cell, verdict=Verdict.INVALID, reason=f"noise of {floor:.0%} hides any change; measure on a quiet machine"

@@ -35,7 +35,7 @@ class Gate:
 
     @property
     def alarms(self) -> list[Cell]:
-        return [cell for cell in self.comparison.having(Verdict.SLOWER) if cell.decides]
+        return self.comparison.having(Verdict.SLOWER)
 
     @property
     def exit_code(self) -> ExitCode:
@@ -57,7 +57,7 @@ def gate(history: Iterable[Record], new: Iterable[Record], rerun: Rerun, rules: 
     first = compare(history, new, rules.compare)
     throttled = {cell_key(record) for record in new if record.outcome is Outcome.THROTTLED}
     doubted = [*first.having(Verdict.SLOWER), *(cell for cell in first.having(Verdict.INVALID) if cell.key in throttled)]
-    suspects = [] if first.void else [cell for cell in doubted if cell.decides]
+    suspects = [] if first.void else doubted
     notes = _changes(history, new)
     if not suspects:
         return Gate(replace(first, notes=notes), [], rules.vouch)

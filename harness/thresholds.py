@@ -10,21 +10,17 @@ from pathlib import Path
 
 from harness.errors import UserError
 
-LEAST = 0.01
+LEAST = 0.01  # under a percent nobody can act on a change
 MOST = 0.5  # a threshold above this hides everything
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Changes of cells whose name matches the glob `cells` count from `change` on (0.02 is 2 %).
-
-    decides   whether their verdicts count for the exit code; if not, they are shown
-    """
+    """Changes of cells whose name matches the glob `cells` count from `change` on (0.02 is 2 %)."""
 
     cells: str
     change: float
     reason: str
-    decides: bool = True
 
     def __post_init__(self) -> None:
         if not LEAST <= self.change <= MOST:
@@ -36,12 +32,9 @@ class Threshold:
             raise UserError(f"threshold for {self.cells!r} has no reason; say why it is what it is")
 
 
-DEFAULT = Threshold("*", LEAST, "under a percent nobody can act on a change")
-
-
-def threshold(thresholds: Sequence[Threshold], cell: str) -> Threshold:
-    """Of a cell by its name: the last that matches, else the default."""
-    return next((one for one in reversed(thresholds) if fnmatchcase(cell, one.cells)), DEFAULT)
+def threshold(thresholds: Sequence[Threshold], cell: str) -> float:
+    """Of a cell by its name: the last that matches, else the least there is."""
+    return next((one.change for one in reversed(thresholds) if fnmatchcase(cell, one.cells)), LEAST)
 
 
 def load_thresholds(file: Path) -> list[Threshold]:
@@ -56,12 +49,12 @@ def load_thresholds(file: Path) -> list[Threshold]:
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{file} is no file of thresholds ({type(error).__name__}: {error}); "
-            'each [[threshold]] has cells = "glob", change = 0.02, reason = "..." and, if it only shows, decides = false'
+            'each [[threshold]] has cells = "glob", change = 0.02 and reason = "..."'
         ) from error
 
 
 def _threshold(table: dict[str, object]) -> Threshold:
-    kinds = {"cells": str, "change": float, "reason": str, "decides": bool}
+    kinds = {"cells": str, "change": float, "reason": str}
     for name, value in table.items():
         if not isinstance(value, kinds.get(name, ())):
             raise TypeError(f"{name} = {value!r}")

@@ -45,7 +45,6 @@ class Cell:
     floor      smallest change that counts: of the run's noise, the spread of the window, and the threshold of the cell
     window     records of BASE that stand behind `base_ns`, which is the one in their middle
     outliers   rounds of BASE and NEW labelled as outliers; all are part of the effect
-    decides    whether the verdict counts for the exit code; a lost time always does
     """
 
     key: str
@@ -62,7 +61,6 @@ class Cell:
     new_ns: float | None = None
     outliers: tuple[int, int] | None = None
     command: str | None = None
-    decides: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,16 +87,15 @@ class Comparison:
 
     @property
     def exit_code(self) -> ExitCode:
-        deciding = [cell for cell in self.cells if cell.decides]
-        found = {cell.verdict for cell in deciding}
         if self.void:
             return ExitCode.UNCLEAR
-        if Verdict.SLOWER in found:
+        if self.having(Verdict.SLOWER):
             return ExitCode.REGRESSION
-        if self.lost or found & {Verdict.INVALID, Verdict.UNCLEAR}:
+        if self.lost or self.having(Verdict.INVALID, Verdict.UNCLEAR):
             return ExitCode.UNCLEAR
-        unlike = [cell for cell in deciding if cell.verdict is Verdict.NOT_COMPARABLE and cell.coverage is Coverage.KEPT]
-        if unlike or not found & {Verdict.FASTER, Verdict.SAME}:
+        if not self.having(Verdict.FASTER, Verdict.SAME) or any(
+            cell.coverage is Coverage.KEPT for cell in self.having(Verdict.NOT_COMPARABLE)
+        ):
             return ExitCode.NOT_COMPARABLE
         return ExitCode.OK
 

@@ -13,7 +13,6 @@ from harness.verdict import Cell, Comparison, ExitCode, Verdict
 HEADINGS = ("verdict", "cell", "base us", "new us", "change [95 %]", "floor", "why")
 ORDER = (Verdict.SLOWER, Verdict.INVALID, Verdict.UNCLEAR, Verdict.FASTER, Verdict.NOT_COMPARABLE, Verdict.SAME)
 STYLE = {Verdict.SLOWER: "red", Verdict.FASTER: "green", Verdict.SAME: None}
-SHOWN_ONLY = " (shown only)"  # behind the verdict of a cell that does not decide
 CLOSING = {
     ExitCode.OK: "no regression",
     ExitCode.REGRESSION: "slower",
@@ -24,11 +23,7 @@ CLOSING = {
 
 def headline(comparison: Comparison, code: ExitCode) -> str:
     """The result in a line: what the exit code means, and how many cells have which verdict."""
-    counts = []
-    for verdict in ORDER:
-        for decides, suffix in ((True, ""), (False, SHOWN_ONLY)):
-            if found := [cell for cell in comparison.having(verdict) if cell.decides is decides]:
-                counts.append(f"{len(found)} {verdict}{suffix}")
+    counts = [f"{len(found)} {verdict}" for verdict in ORDER if (found := comparison.having(verdict))]
     lost = f", {len(comparison.lost)} lost" if comparison.lost else ""
     return f"{CLOSING[code]} ({', '.join(counts) or 'no cells'}{lost})"
 
@@ -39,7 +34,7 @@ def verdict_report(comparison: Comparison, code: ExitCode) -> RenderableType:
     for heading in HEADINGS:
         table.add_column(heading, justify="right" if heading not in ("verdict", "cell", "why") else "left")
     for cell in _sorted(comparison):
-        table.add_row(*map(escape, _cells(cell)), style=STYLE.get(cell.verdict, "yellow") if cell.decides else "dim")
+        table.add_row(*map(escape, _cells(cell)), style=STYLE.get(cell.verdict, "yellow"))
     return Group(table, *map(Text, _notes(comparison)), Text(headline(comparison, code)))
 
 
@@ -66,15 +61,7 @@ def _cells(cell: Cell) -> tuple[str, ...]:
     effect = cell.effect
     change = f"{effect.change:+.2%} [{effect.low:+.2%}, {effect.high:+.2%}]" if effect else "-"
     floor = "-" if cell.floor is None else f"{cell.floor:.1%}"
-    return (
-        f"{cell.verdict}{'' if cell.decides else SHOWN_ONLY}",
-        cell.name,
-        _us(cell.base_ns),
-        _us(cell.new_ns),
-        change,
-        floor,
-        cell.reason or "",
-    )
+    return (str(cell.verdict), cell.name, _us(cell.base_ns), _us(cell.new_ns), change, floor, cell.reason or "")
 
 
 def _us(nanoseconds: float | None) -> str:

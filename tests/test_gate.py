@@ -26,10 +26,8 @@ from harness.gate import GateRules, gate
 from harness.record import Outcome, Record
 from harness.run import RunOptions, run_sweep
 from harness.store import Store, load
-from harness.thresholds import Threshold
 from harness.verdict import Cell, ExitCode, Verdict
 from harness.worker import InProcess, Settings
-from reports.verdicts import headline
 
 QUIET = 0.001
 random = np.random.default_rng(0)
@@ -112,18 +110,6 @@ def test_unclear_passes_where_a_large_slow_down_is_ruled_out() -> None:
     assert gate(old, new, Reruns()).exit_code is ExitCode.OK
     strict = GateRules(Rules(), vouch=cell.effect.high)
     assert gate(old, new, Reruns(), strict).exit_code is ExitCode.UNCLEAR
-
-
-@pytest.mark.parametrize("changes", [{"slower": 0.1}, {"outcome": Outcome.THROTTLED, "reason": "clocks moved"}])
-def test_a_cell_that_does_not_decide_is_shown(changes: dict[str, Any]) -> None:
-    shown = GateRules(Rules(thresholds=[Threshold("* locks", 0.02, "a rival", decides=False)]))
-    again = Reruns(0.1, 0.1, 0.1)
-    found = gate(history(), tonight(**changes), again, shown)
-    (cell,) = (cell for cell in found.comparison.cells if cell.backend == "locks")
-    assert cell.verdict in (Verdict.SLOWER, Verdict.INVALID) and not cell.decides
-    assert found.exit_code is ExitCode.OK and again.asked == [] and found.alarms == []
-    assert headline(found.comparison, found.exit_code) == f"no regression (1 {cell.verdict} (shown only), 1 SAME)"
-    assert gate(history(), tonight(**changes), Reruns(0.1, 0.1, 0.1)).exit_code is ExitCode.REGRESSION
 
 
 def test_a_void_run_is_not_measured_again() -> None:

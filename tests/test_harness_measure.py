@@ -175,7 +175,8 @@ def test_only_locks_is_timed_over_a_page_of_lengths() -> None:
 def test_stage_times_are_marginal_and_add_up() -> None:
     times = itertools.chain([1000.0] * 100, itertools.repeat(1000.0))
     record = measure({"locks": Locks()}, timer=FakeTimer(lambda: next(times)))["locks"]
-    assert record.stages_ns and tuple(record.stages_ns) == ("append_finalise", "score", "select", "attend")
+    assert record.stages_ns and list(record.stages_ns) == ["append_finalise", "score", "select", "attend"]
+    assert record.resolved["launches"] == list(record.stages_ns)
     assert sum(samples[0] for samples in record.stages_ns.values()) == 1000.0
 
 

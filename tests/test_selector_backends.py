@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kernel_cases import DEVICE
 
 from harness import backends
 from harness.backend import Backend
+from harness.backends.locks import Locks
 from harness.backends.locks_variants import LocksR2, LocksR4, LocksR4Peak, LocksR8, LocksR8Peak
 from harness.backends.retained import KVzipPairUniform, RandomPages
 from harness.backends.selectors import (
@@ -33,6 +35,7 @@ from harness.timer import Cycle
 from harness.verify import Gate, Incorrect, check_eager
 from locks_kernels import page_tokens, page_vectors, reference
 from locks_kernels.cache import Sequences
+from locks_kernels.decode import WHOLE_STEP
 from locks_kernels.selectors import SELECTORS
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
@@ -179,3 +182,9 @@ def test_names_and_bytes_are_those_of_fidelity(backend: type[Backend]) -> None:
     shape = case.shape()
     wanted = SELECTORS[backend.name].score_bytes(shape, case.select, case.ctx) * shape.kv_heads * case.batch
     assert parts["summary"] == wanted
+
+
+def test_stages_of_a_step_in_one_launch_have_its_bytes() -> None:
+    backend, case = Locks(), tiny_case(640)
+    backend._decoders = [SimpleNamespace(launches=[WHOLE_STEP])]  # type: ignore[list-item]
+    assert backend.stage_bytes(case) == {WHOLE_STEP: sum(backend.bytes(case).values())}

@@ -32,11 +32,8 @@ def test_thresholds_by_cell(tmp_path: Path) -> None:
     sides = [[record([[100.0 * (1 + 0.03 * when)]] * 10, name, when) for name in ("locks", "fa3")] for when in (0, 1)]
     found = {cell.backend: cell.verdict for cell in compare(*sides, Rules(thresholds=limits)).cells}
     assert found == {"locks": Verdict.UNCLEAR, "fa3": Verdict.SLOWER}
-    file.write_text('[[threshold]]\ncells = "* locks"\nchange = 0.05\nreason = "a rival"\ndecides = false\n')
-    (limit,) = load_thresholds(file)
-    assert not limit.decides and not one([record([[1.0]] * 10)], [record([[2.0]] * 10, when=1)], thresholds=[limit]).decides
     good = "[[threshold]]\ncells='*'\nchange=0.05\n"
-    wrong = ("reason=' '", "reason='x'\ndecides=1", "reason='x'\nname='y'", "reason='x'\n[[threshold]]\ncells=['*']")
+    wrong = ("reason=' '", "reason='x'\nname='y'", "reason='x'\n[[threshold]]\ncells=['*']")
     for text in ("", good, "x", *(good + line for line in wrong)):
         file.write_text(text)
         with pytest.raises(UserError, match="reason"):
