@@ -58,6 +58,6 @@ def test_measured_bytes_are_the_counted_ones() -> None:
         (backend, ctx) for backend in ("flashinfer", "locks", "quest-group") for ctx in (128 << 10, 1 << 20)
     }
     for row in profiled:
-        # of the 8 MB of scores that are written 5 stay in L2: 1 % of llama's bytes, 2 % of glm-4-9b-1m's, which has half of them
+        # Of the 8 MB of scores that are written 5 stay in L2: 1 % of llama's bytes, 2 % of glm-4-9b-1m's, which are half.
         off = 0.01 if row["model"] == BASELINE else 0.02
         assert 1 - off <= row["dram_bytes_measured"] / sum(row["bytes"].values()) <= 1 + off
