@@ -51,7 +51,16 @@ class Step(Protocol):
 
 
 class AppendScore(Protocol):
-    def __call__(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None: ...
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        starts_early: bool,
+        slots: torch.Tensor | None = None,
+    ) -> None:
+        """slots: int64 [B]; a sequence whose slot is negative has no new token, whatever its length.  None: all have one."""
+        ...
 
 
 class WholeStep(Protocol):

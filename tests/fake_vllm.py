@@ -17,11 +17,20 @@ from typing import Any
 import torch
 
 CONFIG: list[Any] = []  # the engine being built
+CONTEXT: list[Any] = []  # of the step that runs
 
 
 class Support(enum.Enum):
     ALWAYS = 3
     UNIFORM_SINGLE_TOKEN_DECODE = 1
+
+
+class GraphMode(enum.Enum):
+    """CUDAGraphMode"""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
 
 
 class Layout(enum.Enum):
@@ -174,6 +183,16 @@ def split(common: Common, decode_threshold: int = 1) -> tuple[int, int, int, int
     return decodes, common.num_reqs - decodes, tokens, common.num_actual_tokens - tokens
 
 
+@contextmanager
+def forward_context(metadata: Any, mode: GraphMode = GraphMode.NONE) -> Iterator[None]:
+    """Metadata by layer's name, or None, as the model's layers see them while a step runs."""
+    CONTEXT.append(SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=mode))
+    try:
+        yield
+    finally:
+        CONTEXT.pop()
+
+
 class Registry:
     """AttentionBackendEnum and register_backend"""
 
@@ -196,7 +215,8 @@ def installed(registry: Registry, cpu: bool = False) -> Iterator[None]:
     plain = (("Backend", object), ("Impl", Impl), ("Metadata", Metadata), ("MetadataBuilder", Builder))
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.config": {"get_current_vllm_config": lambda: CONFIG[-1]},
+        "vllm.config": {"get_current_vllm_config": lambda: CONFIG[-1], "CUDAGraphMode": GraphMode},
+        "vllm.forward_context": {"get_forward_context": lambda: CONTEXT[-1]},
         "vllm.logger": {"init_logger": lambda name: log},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)},
         "vllm.v1": {},

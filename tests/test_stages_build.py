@@ -107,13 +107,17 @@ def test_build_waits_for_the_keys_that_the_kernel_before_it_writes(kernels: str)
 
 @pytest.mark.parametrize("batch", (1, 6, 132))
 @pytest.mark.parametrize("starts_early", (False, True))
-def test_appending_beside_the_scoring_is_the_same_as_before_it(kernels: str, batch: int, starts_early: bool) -> None:
-    """Queries, keys and values are rows of a fused projection."""
+@pytest.mark.parametrize("some", (False, True), ids=("all", "some"))
+def test_appending_beside_the_scoring_is_the_same_as_before_it(
+    kernels: str, batch: int, starts_early: bool, some: bool
+) -> None:
+    """Queries, keys and values are rows of a fused projection; with slots, some sequences have no new token."""
     if kernels != "cuda":
         pytest.skip("two launches elsewhere")
     shape, lengths = DecodeShape(8, 2), (48, 1, 15, 333, 64, 3200)
     both = [make(shape, (lengths * batch)[:batch], room=0) for _ in range(2)]
     query, new_keys, new_values = randn(batch, 12, 128, seed=5).bfloat16().split((8, 2, 2), 1)
+    slots = torch.arange(batch, device=DEVICE) % 4 - 1 if some else None
     apart, beside = (make_stages(kernels, *made) for made in both)
     if beside.append_score is None:
         pytest.skip("more tokens than this device's scorer appends")
@@ -121,9 +125,11 @@ def test_appending_beside_the_scoring_is_the_same_as_before_it(kernels: str, bat
         filled = sequences.seq_lens % 16 == 0
         cache.summaries[sequences.block_table[filled, sequences.seq_lens[filled].long() // 16 - 1].long()] = 0xFF
         stages.scores.fill_(0)
-    apart.append_finalise(new_keys, new_values)
+    cache, sequences = both[0]
+    live = sequences if slots is None else Sequences(sequences.block_table, sequences.seq_lens.where(slots >= 0, 0))
+    make_stages(kernels, cache, live).append_finalise(new_keys, new_values)
     apart.score(query)
-    beside.append_score(query, new_keys, new_values, starts_early)
+    beside.append_score(query, new_keys, new_values, starts_early, slots)
     for pool in ("keys", "values", "summaries"):
         mine, theirs = (getattr(cache, pool).view(torch.uint8) for cache, _ in both)
         assert torch.equal(mine, theirs), pool

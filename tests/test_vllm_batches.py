@@ -14,7 +14,7 @@ from typing import Any
 import fake_vllm
 import pytest
 import torch
-from vllm_world import BLOCKS, BUDGET, FRESH, HQ, LONG, PAGE, SHAPE, SHORT, WIDTH, D, H, paged, prefilled
+from vllm_world import BLOCKS, BUDGET, FRESH, HQ, LONG, PAGE, SHAPE, SHORT, WIDTH, AppendingStages, D, H, paged, prefilled
 
 from locks_kernels import reference
 from locks_kernels.cache import PagedCache, Sequences
@@ -41,9 +41,11 @@ def test_mixed_batch(world: Any, order: str) -> None:
         assert layer.impl.rows_attended == 4  # prompts only
 
 
-def test_decodes_only_and_rows_of_padding(world: Any) -> None:
-    """A full graph's batch: as many rows as were captured, the last ones of length 0."""
-    w = world()
+@pytest.mark.parametrize("stages", [ReferenceStages, AppendingStages])
+def test_decodes_only_and_rows_of_padding(world: Any, stages: type[ReferenceStages]) -> None:
+    """A full graph's batch: as many rows as were captured, the last ones of length 0.  vLLM's dummy batches have lengths and
+    no slots: they write nothing either."""
+    w = world(stages=stages)
     prefilled(w)
     attended = w.layers[0].impl.rows_attended
     out, at = w.step([(LONG, 190, 1), (SHORT, 40, 1)])
@@ -60,15 +62,18 @@ def test_decodes_only_and_rows_of_padding(world: Any) -> None:
         torch.tensor([LONG + [0] * (WIDTH - len(LONG)), [0] * WIDTH, [0] * WIDTH]).int(),
         torch.tensor([-1, -1, -1]),
     )
-    layer = w.layers[1]
+    name, layer = list(w.modules.items())[1]
     before = layer.kv_cache.clone()
     keys = w.random(3, H, D)
-    layer.impl.do_kv_cache_update(layer, keys, keys, layer.kv_cache, common.slot_mapping)
-    assert torch.equal(layer.kv_cache, before)
+    metadata = w.builder.build(0, common)
     padded = torch.full((3, HQ, D), float("nan"), dtype=torch.bfloat16)
-    layer.impl.forward(layer, w.random(3, HQ, D), keys, keys, layer.kv_cache, w.builder.build(0, common), padded)
+    with fake_vllm.forward_context({name: metadata}):
+        layer.impl.do_kv_cache_update(layer, keys, keys, layer.kv_cache, common.slot_mapping)
+        layer.impl.forward(layer, w.random(3, HQ, D), keys, keys, layer.kv_cache, metadata, padded)
+    assert torch.equal(layer.kv_cache, before)
     assert padded[0].isfinite().all() and (padded[1:] == 0).all()
     assert layer.impl.rows_attended == attended
+    assert AppendingStages.appended == ([2, 2, 3] if stages is AppendingStages else [])
 
 
 def test_summaries_of_the_same_batch_are_waited_for(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

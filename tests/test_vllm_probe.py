@@ -7,20 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_world import BUDGET, LONG, PAGE, SHORT, prefilled
+from vllm_world import BUDGET, LONG, PAGE, SHORT, AppendingStages, prefilled
 
+from locks_kernels.decode import ReferenceStages
 from locks_kernels.vllm_plugin import layers
 
 
-def test_the_probe_of_the_tests_inside_vllm_sees_what_it_should(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stages", [ReferenceStages, AppendingStages])
+def test_the_probe_of_the_tests_inside_vllm_sees_what_it_should(
+    world: Any, stages: type[ReferenceStages], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A right step passes; a table without the best page, and an output of another table, do not."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "in_vllm"))
     from probe import SCORE_SHARE, Probe
 
     monkeypatch.setattr(layers.Served, "stages", layers.Served.stages)  # put back behind the test
-    w, probe = world(), Probe()
-    for name, module in w.modules.items():
-        module.layer_name = name
+    w, probe = world(stages=stages), Probe()
     probe.install()
     prefilled(w)
     w.step([(LONG, 190, 1), (SHORT, 40, 1)])

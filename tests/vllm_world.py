@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import fake_vllm
 import pytest
@@ -31,6 +31,24 @@ def paged(order: str = "HND") -> torch.Tensor:
     return storage.as_strided((BLOCKS, H, PAGE, 2 * D), (stride, *inner, 1))
 
 
+class AppendingStages(ReferenceStages):
+    """Plain torch whose scorer writes the new tokens, as that of CudaStages may.  appended: rows, call by call."""
+
+    appended: ClassVar[list[int]] = []
+
+    def append_score(  # type: ignore[override]
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool, slots: torch.Tensor
+    ) -> None:
+        assert not starts_early, "vLLM's kernels do not say what they still write"
+        assert len(slots) == len(query) == len(keys) == len(values) == self.sequences.batch
+        AppendingStages.appended.append(len(query))
+        whole = self.sequences
+        self.sequences = Sequences(whole.block_table, whole.seq_lens.where(slots >= 0, 0))
+        self.append_finalise(keys, values)
+        self.sequences = whole
+        self.score(query)
+
+
 class World:
     """An engine of two layers and whatever sequences a test puts into it."""
 
@@ -42,7 +60,8 @@ class World:
         fake_vllm.CONFIG.append(self.config)
         for index in range(2):
             impl = gpu.LocksImpl(HQ, D, D**-0.5, H)
-            self.modules[f"model.layers.{index}.attn"] = SimpleNamespace(impl=impl, kv_cache=paged(order))
+            name = f"model.layers.{index}.attn"
+            self.modules[name] = SimpleNamespace(impl=impl, kv_cache=paged(order), layer_name=name)
         spec = fake_vllm.FullAttentionSpec(block_size=PAGE, num_kv_heads=H, head_size=D, dtype=torch.bfloat16)
         self.spec = gpu.LocksBackend.customize_spec(spec)
         self.builder = gpu.LocksBuilder(self.spec, list(self.modules), self.config, torch.device("cpu"))
@@ -55,7 +74,12 @@ class World:
     def random(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, generator=self.generator).bfloat16()
 
-    def step(self, rows: list[tuple[list[int], int, int]], padding: int = 0) -> tuple[torch.Tensor, Any]:
+    def step(
+        self,
+        rows: list[tuple[list[int], int, int]],
+        padding: int = 0,
+        mode: fake_vllm.GraphMode = fake_vllm.GraphMode.NONE,
+    ) -> tuple[torch.Tensor, Any]:
         """Rows of (block ids, tokens before, new tokens): write and attend in all layers.  Outputs [layers, T, HQ, D]."""
         new = [count for _, _, count in rows]
         starts = torch.tensor([0, *new]).cumsum(0).int()
@@ -75,8 +99,10 @@ class World:
             query = self.random(total + padding, HQ + 2 * H, D)  # fused: rows of the query lie apart
             layer.query, keys, values = query.split((HQ, H, H), 1)
             out = torch.full((total + padding, HQ, D), float("nan"), dtype=torch.bfloat16)
-            layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, common.slot_mapping)
-            outputs.append(layer.impl.forward(layer, layer.query, keys, values, layer.kv_cache, metadata, out)[:total])
+            with fake_vllm.forward_context(dict.fromkeys(self.modules, metadata), mode):
+                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, common.slot_mapping)
+                layer.impl.forward(layer, layer.query, keys, values, layer.kv_cache, metadata, out)
+            outputs.append(out[:total])
         return torch.stack(outputs), SimpleNamespace(starts=starts.tolist(), table=table, lens=lens, metadata=metadata)
 
     def dense(self, layer: Any, at: Any, row: int) -> torch.Tensor:
@@ -98,13 +124,14 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Makes a World from settings."""
+    AppendingStages.appended.clear()
 
-    def make(said: dict[str, Any] | None = None, **more: Any) -> World:
+    def make(said: dict[str, Any] | None = None, stages: type[ReferenceStages] = ReferenceStages, **more: Any) -> World:
         monkeypatch.setenv(settings.VARIABLE, json.dumps({"budget": BUDGET, **(said or {})}))
         settings.current.cache_clear()
         from locks_kernels.vllm_plugin import gpu
 
-        monkeypatch.setattr(gpu, "choose", lambda *given: ("reference", ReferenceStages))
+        monkeypatch.setattr(gpu, "choose", lambda *given: ("reference", stages))
         return World(said or {}, **more)
 
     with fake_vllm.installed(fake_vllm.Registry()):

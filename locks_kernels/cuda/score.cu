@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
     score(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
           float* __restrict__ scores, float2* __restrict__ partials, int batch, int kv_heads, int max_pages, int score_stride,
           int recent_pages, int ready, int64 summary_stride, int64 query_stride, uint16* keys, uint16* values,
-          const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, int new_stride,
+          const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, const int64* __restrict__ slots, int new_stride,
           int64 page_stride, int64 head_stride, int64 token_stride) {
     extern __shared__ __align__(128) uint8 stages[];
     __shared__ __align__(8) uint64 full[STAGES], empty[STAGES];
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
 #if APPEND_WARPS
     if (warp > WARPS) {
         __shared__ Scratch<1> scratch[APPEND_WARPS];
-        const NewTokens tokens = {keys, values, new_keys, new_values, new_stride, page_stride, head_stride, token_stride};
+        const NewTokens tokens = {keys, values, new_keys, new_values, slots, new_stride, page_stride, head_stride, token_stride};
         const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y, own = warp - WARPS - 1;
         wait_for_previous_kernel();
         if (new_keys)

@@ -212,15 +212,25 @@ class CudaStages:
 
     def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self._check_token(query=query)
-        self._score(query, ALL if summaries_ready else NOTHING, (NULL, NULL, 0))
+        self._score(query, ALL if summaries_ready else NOTHING, (NULL, NULL, NULL, 0))
 
     @property
     def append_score(self) -> AppendScore | None:
         return self._append_score if self.plan.append_warps else None
 
-    def _append_score(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, starts_early: bool) -> None:
+    def _append_score(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        starts_early: bool,
+        slots: torch.Tensor | None = None,
+    ) -> None:
         self._check_token(query=query, keys=keys, values=values)
-        self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, (keys, values, keys.stride(0)))
+        if slots is not None:
+            check_tensor("slots", slots, (self.sequences.batch,), torch.int64, self.cache.keys.device)
+        new_token = keys, values, NULL if slots is None else slots, keys.stride(0)
+        self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, new_token)
 
     def _score(self, query: torch.Tensor, ready: int, new_token: tuple[torch.Tensor | tuple[int] | int, ...]) -> None:
         cache, sequences, plan = self.cache, self.sequences, self.plan

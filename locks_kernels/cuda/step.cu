@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const bool appends = head == kv_heads;
     if (appends || !starts_early) wait_for_previous_kernel();
     if (appends) {  // the last of this step to let the next kernel start: by its end
-        const NewTokens tokens = {keys, values, new_keys, new_values, new_stride, page_stride, head_stride, token_stride};
+        const NewTokens tokens = {keys, values, new_keys, new_values, nullptr, new_stride, page_stride, head_stride, token_stride};
         for (int at = rank + CLUSTER * warp; at < kv_heads; at += CLUSTER * WARPS)
             append_token(*reinterpret_cast<Scratch<1>*>(own), tokens, block_table, seq_lens, summaries, sequence * kv_heads + at,
                          kv_heads, max_pages, summary_stride);

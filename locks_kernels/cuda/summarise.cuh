@@ -162,9 +162,11 @@ __device__ __forceinline__ void summarise(Scratch<SLOTS>& scratch, int64 token_s
 }
 
 // The new token of each sequence, [B, kv_heads, D] with rows new_stride apart, and the pools it goes to, strides in elements.
+// slots [B]: a sequence has no new token where its slot is negative; null: all have one.
 struct NewTokens {
     uint16 *keys, *values;
     const uint16 *new_keys, *new_values;
+    const int64* slots;
     int new_stride;  // 64 bits would spill in the scorer
     int64 page_stride, head_stride, token_stride;
 };
@@ -174,7 +176,7 @@ struct NewTokens {
 __device__ __forceinline__ void append_token(Scratch<1>& scratch, const NewTokens& tokens, const int* block_table, const int* seq_lens,
                                              uint8* summaries, int at, int kv_heads, int max_pages, int64 summary_stride) {
     const int lane = threadIdx.x % 32, sequence = at / kv_heads, head = at % kv_heads, length = seq_lens[sequence];
-    if (length <= 0) return;
+    if (length <= 0 || (tokens.slots && tokens.slots[sequence] < 0)) return;
     const int64 page = block_table[static_cast<int64>(sequence) * max_pages + (length - 1) / PAGE];
     const int64 base = page * tokens.page_stride + head * tokens.head_stride, to = base + (length - 1) % PAGE * tokens.token_stride;
     const int64 from = static_cast<int64>(sequence) * tokens.new_stride + head * D;

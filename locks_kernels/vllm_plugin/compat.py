@@ -58,3 +58,19 @@ def layer_index(name: str) -> int | None:
 
 def layer_count(config: Any) -> int:
     return int(config.model_config.hf_text_config.num_hidden_layers)
+
+
+def step_metadata(layer_name: str) -> Any:
+    """The attention metadata that a layer has in the step that runs; None where it has none, or where it may be that of one
+    call only.
+
+    A piecewise graph keeps the update of the cache inside itself, made with the metadata of the capture, unless that update is
+    among vLLM's splitting_ops, while attention reads those of the step.  Micro-batches (a list) are refused at start.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE or not isinstance(context.attn_metadata, dict):
+        return None
+    return context.attn_metadata.get(layer_name)

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from locks_kernels.cache import Sequences
 from locks_kernels.decode import Stages
 from locks_kernels.shapes import PAGE_SIZES, DecodeShape
-from locks_kernels.vllm_plugin import layers
+from locks_kernels.vllm_plugin import compat, layers
 from locks_kernels.vllm_plugin.pages import page_cache
 from locks_kernels.vllm_plugin.settings import SettingsError, current
 from locks_kernels.vllm_plugin.workspace import choose
@@ -73,6 +73,12 @@ class LocksMetadata(FlashAttentionMetadata):
     stages: Stages | None = None
     prefill: FlashAttentionMetadata | None = None
     summaries_ready: bool = True
+
+    @property
+    def scorer_appends(self) -> bool:
+        """Whether the scorer can write the new tokens and finish their pages: then nobody needs them before."""
+        stages, only_decodes = self.stages, self.prefill is None and self.summaries_ready
+        return stages is not None and only_decodes and stages.append_score is not None
 
 
 class LocksBuilder(FlashAttentionMetadataBuilder):
@@ -192,9 +198,18 @@ class LocksImpl(FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
+        if self._scorer_appends(layer):
+            return
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.served is not None:
             self.served.finalise(kv_cache, slot_mapping)
+
+    def _scorer_appends(self, layer: Any) -> bool:
+        """The update of the cache and forward ask in turn, in the same step, so that one of them writes the new tokens."""
+        if self.served is None:
+            return False
+        metadata = compat.step_metadata(layer.layer_name)
+        return metadata is not None and metadata.scorer_appends
 
     def forward(
         self,
@@ -214,7 +229,13 @@ class LocksImpl(FlashAttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         decodes = attn_metadata.decodes
         stages = self.served.stages(attn_metadata.stages, kv_cache)
-        stages.score(query[:decodes], summaries_ready=attn_metadata.summaries_ready)
+        if self._scorer_appends(layer):
+            # vLLM's dummy batches have lengths above 0, and block tables of zeros or (model runner V1) of requests that live:
+            # only their slots of -1 say that nothing is to be written.
+            tokens, slots = (query[:decodes], key[:decodes], value[:decodes]), attn_metadata.slot_mapping[:decodes]
+            stages.append_score(*tokens, starts_early=False, slots=slots)  # type: ignore[misc]
+        else:
+            stages.score(query[:decodes], summaries_ready=attn_metadata.summaries_ready)
         stages.select()
         stages.attend(query[:decodes], output[:decodes])
         if (prefill := attn_metadata.prefill) is not None:

@@ -12,35 +12,38 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 LOGPROBS = 2
 
 
 def watch(worker) -> None:
     """In the worker: count the replays of full CUDA graphs of model runner V2, and remember which pages are complete.
 
-    A graph does not pass here, so that what it completes or opens again is not known.
+    Every step asks the layers to write its slots, also where the scorer then does.  A graph does not pass here, so that what
+    it completes or opens again is not known.
     """
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-    from locks_kernels.vllm_plugin.layers import Served
-
-    plain, finalise = ModelCudaGraphManager.run_fullgraph, Served.finalise
+    plain = ModelCudaGraphManager.run_fullgraph
     worker.full_graphs, worker.complete = 0, set()
 
     def counted(self, *args):
         worker.full_graphs += 1
         return plain(self, *args)
 
-    def remembered(self, kv_cache, slots):
-        finalise(self, kv_cache, slots)
-        size = self.shape.page_size
-        for slot in slots.tolist() if not slots.is_cuda or not torch.cuda.is_current_stream_capturing() else ():
-            if slot >= 0:
-                (worker.complete.add if slot % size == size - 1 else worker.complete.discard)(slot // size)
+    def remembering(update):
+        def remembered(self, layer, key, value, kv_cache, slots):
+            update(self, layer, key, value, kv_cache, slots)
+            size = kv_cache.shape[2]
+            for slot in slots.tolist() if self.served is not None else ():
+                if slot >= 0:
+                    (worker.complete.add if slot % size == size - 1 else worker.complete.discard)(slot // size)
 
-    ModelCudaGraphManager.run_fullgraph, Served.finalise = counted, remembered
+        return remembered
+
+    ModelCudaGraphManager.run_fullgraph = counted
+    modules = worker.model_runner.compilation_config.static_forward_context.values()
+    for kind in {type(module.impl) for module in modules if getattr(module.impl, "served", None) is not None}:
+        kind.do_kv_cache_update = remembering(kind.do_kv_cache_update)
 
 
 def inspect(worker) -> dict:
