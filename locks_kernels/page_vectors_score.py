@@ -135,9 +135,10 @@ def _share_out_kernel(
     top = tl.max(tops, 0)
     total = tl.sum(tl.where(live, sums * tl.exp2(tops - top), 0.0), 0)
     offs = tl.arange(0, PARTS_PAD)
-    where = out_ptr + 2 * (row * parts + offs)
+    where = out_ptr + 4 * (row * parts + offs)
     tl.store(where, tl.zeros((PARTS_PAD,), tl.float32) + top, mask=offs < parts)
     tl.store(where + 1, tl.zeros((PARTS_PAD,), tl.float32) + total, mask=offs < parts)
+    tl.store(where + 2, tl.full((PARTS_PAD,), float("-inf"), tl.float32), mask=offs < parts)
 
 
 def programs_of(shape: DecodeShape, sequences: Sequences) -> tuple[int, int]:
@@ -195,7 +196,7 @@ def score(
 def share_out(
     partial: torch.Tensor, shape: DecodeShape, sequences: Sequences, recent_pages: int, parts: torch.Tensor, span: int
 ) -> None:
-    """Give the CUDA selection its `parts` [B, HQ, n, 2]: every part gets the whole row's log-sum-exp.  `partial` comes from a
+    """Give the CUDA selection its `parts` [B, HQ, n, 4]: every part gets the whole row's log-sum-exp and no least score.  `partial` comes from a
     scorer whose programs take `span` pages each.
 
     The selection adds up those of a sequence, the same number for all its heads, which scales all shares alike and changes

@@ -255,12 +255,13 @@ __device__ __forceinline__ void group_masses(float (&mass)[KEPT], const Query& q
 }
 
 struct Running {  // sum of 2^mass seen so far by this lane, relative to 2^largest; one per head of the lane
-    float largest = LOWEST, sum = 0.f;
+    float largest = LOWEST, sum = 0.f, smallest = -LOWEST;
 };
 __device__ __forceinline__ void include(Running& running, float mass) {
     const float largest = fmaxf(running.largest, mass);
     running.sum = running.sum * exp2_fast(running.largest - largest) + exp2_fast(mass - largest);
     running.largest = largest;
+    running.smallest = fminf(running.smallest, mass);
 }
 // Joins the lanes of one head: those 1 and 2 apart (the quad), and with PAIRED those 16 apart (the other page's rows).
 __device__ __forceinline__ void join_lanes(Running& running) {
@@ -271,5 +272,6 @@ __device__ __forceinline__ void join_lanes(Running& running) {
         const float largest = fmaxf(running.largest, other_largest);
         running.sum = running.sum * exp2_fast(running.largest - largest) + other_sum * exp2_fast(other_largest - largest);
         running.largest = largest;
+        running.smallest = fminf(running.smallest, __shfl_xor_sync(ALL_LANES, running.smallest, apart));
     }
 }

@@ -52,12 +52,12 @@ __device__ __forceinline__ void copy_pages(uint32 to, const uint8* from, int pag
 
 // summaries [num_pages, kv_heads, RECORD], pages summary_stride bytes apart; query [B, kv_heads * G, D], rows query_stride elements
 // apart; scores [B, kv_heads * G, score_stride];
-// partials [B, kv_heads * G, gridDim.x * SUBS] (largest, sum): log-sum-exp of the scores by warp, in powers of two.
+// partials [B, kv_heads * G, gridDim.x * SUBS] (largest, sum, smallest, -): log-sum-exp and least of the scores by warp, in powers of two.
 // ready: what no kernel that may still run writes: NOTHING is sure; ALL_BUT_TOKEN but the query, the new key and value; ALL.
 // new_keys, new_values [B, kv_heads, D]: written at position seq_lens - 1 of keys and values (NewTokens); null for none.
 extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
     score(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
-          float* __restrict__ scores, float2* __restrict__ partials, int batch, int kv_heads, int max_pages, int score_stride,
+          float* __restrict__ scores, float4* __restrict__ partials, int batch, int kv_heads, int max_pages, int score_stride,
           int recent_pages, int ready, int64 summary_stride, int64 query_stride, uint16* keys, uint16* values,
           const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, const int64* __restrict__ slots, int new_stride,
           int64 page_stride, int64 head_stride, int64 token_stride) {
@@ -161,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
                 join_lanes(running[tile]);
                 const int query_head = PAIRED ? row : tile * 8 + row;
                 if (quad == 0 && query_head < G)
-                    partials[(static_cast<int64>(first_query) * gridDim.x + query_head * gridDim.x + blockIdx.x) * SUBS + sub] =
-                        make_float2(running[tile].largest, running[tile].sum);
+                    partials[static_cast<int64>((first_query + query_head) * gridDim.x + blockIdx.x) * SUBS + sub] =
+                        make_float4(running[tile].largest, running[tile].sum, running[tile].smallest, 0.f);
             }
         }
     }

@@ -6,20 +6,19 @@
 // A step's selection at small contexts is a chain of latencies, so one warp does what 16 would do again.  Asking the kept pages
 // into the second-level cache from here (cp.async.bulk.prefetch) was tried and made the step 5 us slower: it ends only with them.
 #include "select_keys.cuh"
-#include "work_list.cuh"
 
 // scores [B, kv_heads * G, score_stride] nats; partials [B, kv_heads * G, score_blocks * subs] as `score` leaves them;
 // tables [B, kv_heads, table_pages]: page ids, ascending, -1 behind the last.  A sequence of at most table_pages pages keeps all of
 // them, others `kept`.
 // share: 1 = mean of shares, 0 = sum of peak-normalised.
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
-    select_pages(const float* __restrict__ scores, const float2* __restrict__ partials, const int* __restrict__ seq_lens,
+    select_pages(const float* __restrict__ scores, const float4* __restrict__ partials, const int* __restrict__ seq_lens,
                  int* __restrict__ tables, int kv_heads, int score_stride, int score_blocks, int subs, int kept, int table_pages,
                  int sink_pages, int recent_pages, int share, int slice_capacity) {
     extern __shared__ __align__(16) uint32 histogram[];  // [BINS][COPIES], zero between rounds; behind it the page keys
     uint32* page_keys = histogram + BINS * COPIES;
     __shared__ Search<CLUSTER> search;
-    __shared__ float offsets[G], peaks[G];
+    __shared__ Scale scales[G];
 
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const int head = blockIdx.y, sequence = blockIdx.z;
@@ -49,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
         for (int i = kept + lane; i < table_pages; i += 32) table[i] = -1;
     }
     for (int g = warp; g < G; g += SELECT_WARPS) {
-        const float2 found = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
-        if (lane == 0) offsets[g] = found.x, peaks[g] = found.y;
+        const Scale found = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
+        if (lane == 0) scales[g] = found;
     }
     __syncthreads();
 
@@ -58,6 +57,6 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     const int begin = min(static_cast<int>(rank) * slice, scored), length = min(slice, scored - begin);
     const int padded = (length + 127) / 128 * 128;  // whole warps of four keys a lane
     if (padded > slice_capacity) __trap();
-    make_keys(page_keys, padded, scores + first_query * score_stride + begin, score_stride, begin, length, sink_pages, offsets, peaks);
-    keep_best(search, histogram, page_keys, padded, begin, length, ranked, rank, table + sink_pages);
+    const Keys keys(scores + first_query * score_stride + begin, score_stride, begin, length, sink_pages, scales);
+    keep_best(search, histogram, page_keys, keys, padded, ranked, tables, (sequence * kv_heads + head) * table_pages + sink_pages);
 }

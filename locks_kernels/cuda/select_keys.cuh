@@ -3,17 +3,17 @@
 //
 // A page's key is the distance of its combined score from an upper bound, counted in floats (non-negative floats order like their
 // bits), so the best page has the smallest key.  Rounds of a radix search over the blocks, one barrier each, narrow down the key
-// of the last page kept: the first digit has BITS bits of 16 octaves (what lies below shares a bin and is searched from the top),
-// the next ones are the BITS bits below.  Once the bin in question has few keys, with real scores after one or two rounds, every
-// block sends them to all others together with the number of its keys above the bin, and each ranks them for itself: a second
-// barrier, and the last.  Page ids come out in ascending order; of equal keys the lowest pages are kept, also when there are too
+// of the last page kept: the first digit is the upper BITS bits of what lies between the bounds of the scores, at most of 16
+// octaves (what lies below shares the last bin and is searched from the top), the next ones are the BITS bits below.  Once the bin
+// in question has few keys, after one or two rounds unless they lie in crowds, every block sends them to all others together with
+// the number of its keys above the bin, and each ranks them for itself: a second barrier, and the last.  Page ids come out in ascending order; of equal keys the lowest pages are kept, also when there are too
 // many of them to send: a round also finds the smallest and the largest key that it counts, and if they are the same nothing is left
 // to narrow down.
 //
-// At small contexts this is a chain of latencies (measured: about 1,000 cycles a barrier round over a cluster), so the passes over
-// the keys take four at a time and skip where none matters.
+// At small contexts this is a chain of latencies (measured: about 1,000 cycles a barrier round over a cluster), so the first round
+// counts the keys as it makes them, and the passes over the keys take four at a time and skip where none matters.
 #pragma once
-#include "common.cuh"
+#include "work_list.cuh"
 
 constexpr int SELECT_WARPS = SELECT_THREADS / 32;  // SELECT_THREADS: of a block, a macro of the launcher
 constexpr int BITS = SELECT_THREADS == 512 ? 8 : 7, BINS = 1 << BITS;
@@ -33,6 +33,7 @@ struct Search {
     __align__(16) uint32 candidate_key[CANDIDATES], candidate_page[CANDIDATES];  // of all blocks
     uint32 own_key[CANDIDATES], own_page[CANDIDATES];
     uint32 own_candidates, candidates_before, chosen_before;
+    uint32 begin, length;  // of this block's slice
     uint32 digit, still_needed, in_bin;
     uint32 block_lowest[MAX_ROUNDS], block_highest[MAX_ROUNDS], lowest, highest;  // keys that a round counts
 };
@@ -47,17 +48,31 @@ __device__ __forceinline__ void clear(Search<BLOCKS>& memory, uint32* histogram)
     if (tid == 0) memory.own_candidates = memory.chosen_before = 0;
 }
 
-// Keys of the pages begin ... begin + length - 1 from the scores of the G heads (nats, rows `stride` apart, readable up to the
-// next multiple of 4), each taken to the power exp2(score * LOG2_E - offset); peaks: what a head's best page then has.
-__device__ __forceinline__ void make_keys(uint32* page_keys, int padded, const float* rows, int64 stride, int begin, int length,
-                                          int sink_pages, const float (&offsets)[G], const float (&peaks)[G]) {
-    float bound = 0.f;
-#pragma unroll
-    for (int g = 0; g < G; ++g) bound += peaks[g];
-    // 0.8 % above, so that no rounding exceeds it while scores stay within some ten thousand nats; beyond, the best pages tie
-    const uint32 top = __float_as_uint(bound) + (1u << 16);
-#pragma unroll 2
-    for (int i = 4 * static_cast<int>(threadIdx.x); i < padded; i += 4 * SELECT_THREADS) {
+// The keys of a block's slice, from the scores of the G heads.
+struct Keys {
+    const float* rows;  // [G] nats, `stride` apart, of the pages begin ... begin + length - 1; readable up to the next multiple of 4
+    int64 stride;
+    int begin, length, sink_pages;
+    const Scale (&scales)[G];
+    uint32 top;  // key 0
+    int shift;   // of the first digit
+
+    __device__ __forceinline__ Keys(const float* rows, int64 stride, int begin, int length, int sink_pages, const Scale (&scales)[G])
+        : rows(rows), stride(stride), begin(begin), length(length), sink_pages(sink_pages), scales(scales) {
+        float best = 0.f, last = 0.f, size = 0.f;
+#pragma unroll 4
+        for (int g = 0; g < G; ++g) best += scales[g].best, last += scales[g].last, size = fmaxf(size, fabsf(scales[g].offset));
+        // Rounding moves an exponent by some 2^-23 of it, so a power by that many floats: no key is 0 while scores stay within some
+        // ten thousand nats; beyond, the best pages tie.
+        const uint32 rounding = 64 + static_cast<uint32>(fminf(4.f * size, 65472.f));
+        top = __float_as_uint(best) + rounding;
+        const uint32 span = top - min(__float_as_uint(last), top - 1) + rounding;
+        shift = max(32 - __clz(span) - BITS, 0);
+        shift = min(shift + (span >> shift == BINS - 1), FIRST_SHIFT);  // no key within the bounds reaches the last bin
+    }
+
+    // Of pages begin + i ... begin + i + 3.
+    __device__ __forceinline__ uint4 at(int i) const {
         float combined[4] = {};
         if (i < length) {
             float4 s[G];
@@ -66,7 +81,7 @@ __device__ __forceinline__ void make_keys(uint32* page_keys, int padded, const f
                 s[g] = *reinterpret_cast<const float4*>(rows + g * stride + i);
 #pragma unroll
             for (int g = 0; g < G; ++g) {
-                const float offset = offsets[g];
+                const float offset = scales[g].offset;
                 combined[0] += exp2_fast(fmaf(s[g].x, LOG2_E, -offset));
                 combined[1] += exp2_fast(fmaf(s[g].y, LOG2_E, -offset));
                 combined[2] += exp2_fast(fmaf(s[g].z, LOG2_E, -offset));
@@ -77,36 +92,46 @@ __device__ __forceinline__ void make_keys(uint32* page_keys, int padded, const f
 #pragma unroll
         for (int j = 0; j < 4; ++j)
             key[j] = i + j < length && begin + i + j >= sink_pages ? top - min(__float_as_uint(combined[j]), top - 1) : EXCLUDED;
-        *reinterpret_cast<uint4*>(page_keys + i) = make_uint4(key[0], key[1], key[2], key[3]);
+        return make_uint4(key[0], key[1], key[2], key[3]);
     }
-}
+};
 
-// Writes the `ranked` best pages to `table`, in ascending order.  The whole block calls, all of a cluster if BLOCKS > 1; rank: of
-// this block among them.  page_keys: `padded` of them, a multiple of 128, EXCLUDED behind the slice; they are used up.
+// Writes the `ranked` best pages to `tables` from place `table` on, in ascending order.  The whole block calls, all of a cluster if
+// BLOCKS > 1.  page_keys: room for `padded` keys, the slice up to a multiple of 128.
 template <int BLOCKS>
-__device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histogram, uint32* page_keys, int padded, int begin,
-                                          int length, uint32 ranked, uint32 rank, int* table) {
+__device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histogram, uint32* page_keys, const Keys& keys, int padded,
+                                          uint32 ranked, int* tables, uint32 table) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    const uint32 rank = BLOCKS > 1 ? cluster_rank() : 0;
+    if (tid == 0) memory.begin = keys.begin, memory.length = keys.length;  // read when needed: registers are few
     // Keys below `limit` are kept, and the `needed` best ones of those from `limit` on.
     uint32 limit = 0, needed = ranked;
     bool direct = false;  // the bin's keys are ranked directly
-    int shift = FIRST_SHIFT;
+    int shift = keys.shift;
+    uint32 least = EXCLUDED, most = 0;
+    const auto count = [&](uint32 key, uint32 bin) {
+        atomicAdd(&histogram[bin * COPIES + lane % COPIES], 1u);
+        least = min(least, key), most = max(most, key);
+    };
+#pragma unroll 1
+    for (int i = 4 * tid; i < padded; i += 4 * SELECT_THREADS) {  // of the first round
+        const uint4 four = keys.at(i);
+        *reinterpret_cast<uint4*>(page_keys + i) = four;
+        const uint32 key[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (key[j] != EXCLUDED) count(key[j], min(key[j] >> shift, BINS - 1));
+    }
 #pragma unroll 1
     for (int round = 0; round < MAX_ROUNDS; ++round) {
         const bool first = round == 0;
-        uint32 least = EXCLUDED, most = 0;
-        for (int i = 4 * tid; i < padded; i += 4 * SELECT_THREADS) {
+        if (!first) least = EXCLUDED, most = 0;
+        for (int i = first ? padded : 4 * tid; i < padded; i += 4 * SELECT_THREADS) {
             const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
             const uint32 key[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                uint32 bin = (key[j] - limit) >> shift;
-                if (first) bin = min(bin, BINS - 1);
-                if (key[j] >= limit && bin < BINS && key[j] != EXCLUDED) {
-                    atomicAdd(&histogram[bin * COPIES + lane % COPIES], 1u);
-                    least = min(least, key[j]), most = max(most, key[j]);
-                }
-            }
+            for (int j = 0; j < 4; ++j)
+                if (const uint32 bin = (key[j] - limit) >> shift; key[j] >= limit && bin < BINS && key[j] != EXCLUDED) count(key[j], bin);
         }
         least = __reduce_min_sync(ALL_LANES, least), most = __reduce_max_sync(ALL_LANES, most);
         if (lane == 0) atomicMin(&memory.block_lowest[round], least), atomicMax(&memory.block_highest[round], most);
@@ -197,7 +222,7 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
             direct = true;
             break;
         }
-        if (shift == 0) break;
+        if (shift == 0 && !open_bin) break;
         shift = open_bin ? 32 - BITS : max(shift - BITS, 0);
     }
 
@@ -215,7 +240,7 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
             equal += inside;
             if (direct && inside) {
                 const uint32 at = atomicAdd(&memory.own_candidates, 1u);
-                memory.own_key[at] = key[j], memory.own_page[at] = begin + i + j;
+                memory.own_key[at] = key[j], memory.own_page[at] = memory.begin + i + j;
             }
         }
     }
@@ -248,10 +273,10 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
 #pragma unroll
         for (int apart = RANKERS / 2; apart > 0; apart /= 2) better += __shfl_xor_sync(ALL_LANES, better, apart);
         if (tid % RANKERS == 0 && mine < static_cast<int>(memory.in_bin) && better < needed) {
-            if (page < begin) atomicAdd(&memory.chosen_before, 1u);
-            else if (page < begin + length) {
-                page_keys[page - begin] = 0;  // from here on like a key above the bin; no real one is 0
-                atomicAdd(&memory.warp_above[(page - begin) / run], 1u);
+            if (page < memory.begin) atomicAdd(&memory.chosen_before, 1u);
+            else if (const uint32 own = page - memory.begin; own < memory.length) {
+                page_keys[own] = 0;  // from here on like a key above the bin; no real one is 0
+                atomicAdd(&memory.warp_above[own / run], 1u);
             }
         }
         __syncthreads();
@@ -279,7 +304,7 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const bool is_above = key[j] < limit, is_equal = key[j] == limit;
-            if (is_above || (is_equal && my_equal < needed)) table[my_above + min(my_equal, needed)] = begin + i + j;
+            if (is_above || (is_equal && my_equal < needed)) tables[table + my_above + min(my_equal, needed)] = memory.begin + i + j;
             my_above += is_above, my_equal += is_equal;
         }
     }

@@ -56,7 +56,7 @@ class CudaStages:
         heads = (sequences.batch, shape.query_heads)
         stride = -(-sequences.max_pages // GROUP_PAGES) * GROUP_PAGES
         self.scores = torch.empty(*heads, stride, dtype=torch.float32, device=device)
-        self.partials = torch.empty(*heads, plan.score_blocks * plan.score_subs, 2, dtype=torch.float32, device=device)
+        self.partials = torch.empty(*heads, plan.score_blocks * plan.score_subs, 4, dtype=torch.float32, device=device)
         self.tables = torch.full((sequences.batch, shape.kv_heads, table_pages), -1, dtype=torch.int32, device=device)
         self.lse = torch.empty(*heads, dtype=torch.float32, device=device)
         self._make_kernels(device)

@@ -45,8 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __shared__ __align__(8) uint64 arrived[WARPS];
     __shared__ Search<1> search;
     __shared__ Merge<WARPS> merging;
-    __shared__ float2 parts[G][CLUSTER * WARPS];  // log-sum-exps of all warps of the cluster, in powers of two
-    __shared__ float offsets[G], peaks[G];
+    __shared__ float4 parts[G][CLUSTER * WARPS];  // log-sum-exps and least scores of all warps of the cluster, in powers of two
+    __shared__ Scale scales[G];
     __shared__ int kept_pages[2 * CLUSTER * WARPS];  // two tiles a warp
     float* scores = reinterpret_cast<float*>(shared + WARPS * WARP_BYTES);  // [G][capacity] nats, of the whole sequence
     int* block_ids = reinterpret_cast<int*>(scores + G * capacity);         // [capacity]
@@ -121,11 +121,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         join_lanes(running);
         if (quad == 0 && row < G) {
-            float2& part = parts[row][rank * WARPS + warp];
+            float4& part = parts[row][rank * WARPS + warp];
 #pragma unroll
             for (int block = 0; block < CLUSTER; ++block) {
                 store_to_block(&part.x, block, running.largest);
                 store_to_block(&part.y, block, running.sum);
+                store_to_block(&part.z, block, running.smallest);
             }
         }
         cluster_sync();
@@ -139,13 +140,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int i = kept + lane; i < table_pages; i += 32) kept_pages[i] = -1;
         }
         for (int g = warp; g < G; g += WARPS) {
-            const float2 found = normaliser(parts[g], 0, CLUSTER * WARPS, share);
-            if (lane == 0) offsets[g] = found.x, peaks[g] = found.y;
+            const Scale found = normaliser(parts[g], 0, CLUSTER * WARPS, share);
+            if (lane == 0) scales[g] = found;
         }
         __syncthreads();
         const int padded = (scored + 127) / 128 * 128;
-        make_keys(page_keys, padded, scores, capacity, 0, scored, sink_pages, offsets, peaks);
-        keep_best(search, histogram, page_keys, padded, 0, scored, kept - sink_pages - recent_pages, 0, kept_pages + sink_pages);
+        const Keys keys(scores, capacity, 0, scored, sink_pages, scales);
+        keep_best(search, histogram, page_keys, keys, padded, kept - sink_pages - recent_pages, kept_pages, sink_pages);
     }
     __syncthreads();
 

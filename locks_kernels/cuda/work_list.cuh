@@ -34,17 +34,22 @@ struct WorkList {
     }
 };
 
-// Exponent of 2 to subtract from a head's scores (x), and what its best page then has (y), from the scorer's parts; one warp.
-__device__ __forceinline__ float2 normaliser(const float2* parts, int first, int last, bool share) {
-    constexpr int AT_ONCE = 8;
-    float largest = LOWEST, sum = 0.f;
+// Of a head: exponent of 2 to subtract from its scores, what its best and its last page then have.
+struct Scale {
+    float offset, best, last;
+};
+// From the scorer's parts (largest, sum, smallest, -); the whole warp calls.
+__device__ __forceinline__ Scale normaliser(const float4* parts, int first, int last, bool share) {
+    constexpr int AT_ONCE = 5;
+    float largest = LOWEST, sum = 0.f, smallest = -LOWEST;
+#pragma unroll 1
     for (int from = first + threadIdx.x % 32; from < last + static_cast<int>(threadIdx.x % 32); from += 32 * AT_ONCE) {
-        float2 part[AT_ONCE];
+        float4 part[AT_ONCE];
         float next = largest;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) part[i] = from + 32 * i < last ? parts[from + 32 * i] : make_float2(LOWEST, 0.f);
+        for (int i = 0; i < AT_ONCE; ++i) part[i] = from + 32 * i < last ? parts[from + 32 * i] : make_float4(LOWEST, 0.f, -LOWEST, 0.f);
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) next = fmaxf(next, part[i].x);
+        for (int i = 0; i < AT_ONCE; ++i) next = fmaxf(next, part[i].x), smallest = fminf(smallest, part[i].z);
         sum *= exp2_fast(largest - next);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) sum = fmaf(part[i].y, exp2_fast(part[i].x - next), sum);
@@ -52,10 +57,13 @@ __device__ __forceinline__ float2 normaliser(const float2* parts, int first, int
     }
     float top = largest;
 #pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, apart));
+    for (int apart = 16; apart > 0; apart /= 2) {
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, apart));
+        smallest = fminf(smallest, __shfl_xor_sync(ALL_LANES, smallest, apart));
+    }
     sum *= exp2_fast(largest - top);
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
     const float offset = share ? top + log2_fast(sum * G) : top;
-    return make_float2(offset, exp2_fast(top - offset));
+    return {offset, exp2_fast(top - offset), exp2_fast(smallest - offset)};
 }
