@@ -146,9 +146,9 @@ class Launch:
 
     @property
     def step_static_bytes(self) -> int:
-        """At most: the search; sums of the cluster's warps and of the block's; outputs, maxima and sums received; lists."""
+        """At most: the search; what the cluster's warps and the block's leave; outputs, maxima and sums received; lists."""
         group = self.shape.group
-        sums = 8 * group * (STEP_WARPS * (STEP_CLUSTER + 1) + STEP_CLUSTER + 1)
+        sums = group * (16 * STEP_WARPS * STEP_CLUSTER + 8 * (STEP_WARPS + STEP_CLUSTER) + 12)
         return STEP_SEARCH_BYTES + sums + 4 * group * self.shape.head_dim + 2048
 
     @property

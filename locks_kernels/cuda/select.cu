@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     int first_part = 0, last_part = 0;  // of the scorer, that touched this sequence
     if (pages > table_pages && warp < G) {
         const WorkList list(seq_lens, gridDim.z, sequence, recent_pages, score_blocks);
-        first_part = list.owner(list.before) * subs;
-        last_part = (list.owner(list.before + scored - 1) + 1) * subs;
+        first_part = list.shared ? 0 : list.owner(list.before) * subs;
+        last_part = list.shared ? score_blocks * subs : (list.owner(list.before + scored - 1) + 1) * subs;
     }
     wait_for_previous_kernel();
     let_next_kernel_start();

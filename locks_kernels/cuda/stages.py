@@ -57,6 +57,7 @@ class CudaStages:
         stride = -(-sequences.max_pages // GROUP_PAGES) * GROUP_PAGES
         self.scores = torch.empty(*heads, stride, dtype=torch.float32, device=device)
         self.partials = torch.empty(*heads, plan.score_blocks * plan.score_subs, 4, dtype=torch.float32, device=device)
+        self.grabs = torch.zeros(shape.kv_heads // plan.score_heads, dtype=torch.int32, device=device)
         self.tables = torch.full((sequences.batch, shape.kv_heads, table_pages), -1, dtype=torch.int32, device=device)
         self.lse = torch.empty(*heads, dtype=torch.float32, device=device)
         self._make_kernels(device)
@@ -244,6 +245,7 @@ class CudaStages:
                 sequences.seq_lens,
                 self.scores,
                 self.partials,
+                self.grabs,
                 sequences.batch,
                 kv_heads,
                 sequences.max_pages,

@@ -1,0 +1,88 @@
+"""The scorer's work list where blocks share a part of it: every page once, whoever takes it, and the counter is 0 again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import ON_GPU, SCORE_ERROR, assert_good_table, make, make_query
+
+from locks_kernels import reference
+from locks_kernels.cuda.launch import GROUP_PAGES
+from locks_kernels.cuda.stages import CudaStages
+from locks_kernels.shapes import DecodeShape, SelectOptions
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
+
+OPTIONS = SelectOptions(512)
+LEAST_SHARED, MOST_SHARED = 40, 32  # as in work_list.cuh
+
+
+def shares(stages: CudaStages) -> bool:
+    pages = (stages.sequences.seq_lens + 15) // 16 - OPTIONS.recent_pages
+    least = LEAST_SHARED * stages.plan.score_blocks
+    return bool(pages.clamp_min(0).sum() >= least) and stages.sequences.batch <= MOST_SHARED
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "shared"),
+    [
+        (DecodeShape(8, 2), (100_001,), True),
+        (DecodeShape(8, 2), (40_000, 0, 90_000, 17, 5_000), True),
+        (DecodeShape(9, 3, head_dim=64), (86_000,), True),
+        (DecodeShape(16, 16, head_dim=64, rank=2), (44_000, 3), True),  # two blocks for the heads of a page
+        (DecodeShape(8, 1, dtype="float16"), (60_000, 30_001), True),
+        (DecodeShape(4, 2), (3_000,) * 31 + (2_500,), True),  # the most sequences that share
+        (DecodeShape(4, 2), (3_000,) * 33, False),
+        (DecodeShape(8, 2), (80_000,), False),
+    ],
+    ids=str,
+)
+def test_scores_and_selection_of_a_shared_list(shape: DecodeShape, tokens: tuple[int, ...], shared: bool) -> None:
+    """Several times, as which block takes which pages is chance; what a step before left is poison."""
+    cache, sequences = make(shape, tokens, room=0)
+    stages = CudaStages(cache, sequences, OPTIONS)
+    assert shares(stages) == shared
+    query = make_query(shape, len(tokens))
+    expected = reference.score(query, cache, sequences, OPTIONS.recent_pages)
+    combined = reference.combine(expected, shape.kv_heads, OPTIONS.combine)
+    for _ in range(20):
+        stages.scores.fill_(float("nan"))
+        stages.partials.fill_(float("nan"))
+        torch.cuda.synchronize()
+        stages.score(query)
+        stages.select()
+        torch.cuda.synchronize()
+        assert not stages.grabs.any()
+        scores = stages.scores[..., : sequences.max_pages]
+        ranked = expected > float("-inf")
+        assert (scores - expected)[ranked].abs().max() < SCORE_ERROR
+        assert_good_table(stages.tables, combined, sequences, shape, OPTIONS)
+
+
+def test_lengths_that_grow_into_a_shared_list() -> None:
+    """One graph; workspaces are what the step before left."""
+    shape = DecodeShape(8, 2)
+    cache, sequences = make(shape, (100_000,), room=0)
+    stages = CudaStages(cache, sequences, OPTIONS)
+    query = make_query(shape, 1)
+    out = torch.empty_like(query)
+
+    def step() -> None:
+        stages.score(query)
+        stages.select()
+        stages.attend(query, out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            step()
+    edge = 16 * (LEAST_SHARED * stages.plan.score_blocks + OPTIONS.recent_pages)
+    for length in (0, 17, 50_000, edge - 16, edge, edge + 16 * GROUP_PAGES, 99_999, 17, 100_000):
+        sequences.seq_lens.fill_(length)
+        graph.replay()
+        torch.cuda.synchronize()
+        combined = reference.combine(reference.score(query, cache, sequences, 1), shape.kv_heads, OPTIONS.combine)
+        assert_good_table(stages.tables, combined, sequences, shape, OPTIONS)
+        assert not stages.grabs.any()
