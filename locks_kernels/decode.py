@@ -194,7 +194,7 @@ class LocksDecoder:
         """Append the token at position `seq_lens - 1`, summarise its page if that is now full, and attend.
 
         query [B, HQ, D], keys and values [B, H, D], out like query: for "cuda" in the cache's type and contiguous, save that
-        the rows of the inputs may lie apart, those of keys and values equally (ShapeError), as in a fused projection.
+        the rows of the inputs may lie apart, as in a fused projection.
         The caller advances `seq_lens` before (once for all layers).  Sequences of length 0 give zeros.
         """
         out = torch.empty_like(query) if out is None else out

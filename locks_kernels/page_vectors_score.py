@@ -196,8 +196,8 @@ def score(
 def share_out(
     partial: torch.Tensor, shape: DecodeShape, sequences: Sequences, recent_pages: int, parts: torch.Tensor, span: int
 ) -> None:
-    """Give the CUDA selection its `parts` [B, HQ, n, 4]: every part gets the whole row's log-sum-exp and no least score.  `partial` comes from a
-    scorer whose programs take `span` pages each.
+    """Give the CUDA selection its `parts` [B, HQ, n, 4]: every part gets the whole row's log-sum-exp, and says nothing of the
+    least score.  `partial` comes from a scorer whose programs take `span` pages each.
 
     The selection adds up those of a sequence, the same number for all its heads, which scales all shares alike and changes
     no order.

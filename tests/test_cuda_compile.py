@@ -35,7 +35,7 @@ SHAPES = {
 }
 # Bytes that are spilled all the same: two whole columns of a 64-token page are 128 registers; what the scorer's appending warps
 # keep for their next token.
-SPILLS = {("build", "long pages", "sm_100a"): 80} | {("score", name, "sm_100a"): 16 for name in ("llama", "glm", "mqa")}
+SPILLS = {("build", "long pages", "sm_100a"): 80} | {("score", name, "sm_100a"): 24 for name in ("llama", "glm", "mqa")}
 # kernel: most registers a thread, by shape
 REGISTERS = {
     "score": {"llama": 96, "glm": 96, "mqa": 96, "wide": 128, "narrow": 96, "long pages": 112},

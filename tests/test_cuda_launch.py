@@ -88,8 +88,7 @@ def test_tokens_may_be_rows_of_a_fused_projection() -> None:
     query, keys, values = torch.zeros(3, 8, 64, dtype=torch.bfloat16).split((4, 2, 2), 1)
     check_token(cache, 3, query=query, keys=keys, values=values, out=query.contiguous())
     assert "out must be contiguous" in refused_by(lambda: check_token(cache, 3, out=query))
-    assert "pass both .contiguous()" in refused_by(lambda: check_token(cache, 3, keys=keys.contiguous(), values=values))
-    check_token(cache, 1, keys=keys[:1].contiguous(), values=values[:1])
+    check_token(cache, 3, keys=keys.contiguous(), values=values)  # as vLLM has them: rotated keys are a tensor of their own
 
 
 def test_caches_that_the_kernels_would_misread_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The scorer's work list where blocks share a part of it: every page once, whoever takes it, and the counter is 0 again."""
+"""The scorer's work list, cut into runs or shared: every page once, whoever takes it, and the counter is 0 again."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ def shares(stages: CudaStages) -> bool:
         (DecodeShape(4, 2), (3_000,) * 31 + (2_500,), True),  # the most sequences that share
         (DecodeShape(4, 2), (3_000,) * 33, False),
         (DecodeShape(8, 2), (80_000,), False),
+        (DecodeShape(2, 2, head_dim=64, rank=2), (0, 1, 15, 160, 161, 800), False),  # less pages than warps
+        (DecodeShape(16, 2), (9_000, 20, 700, 0, 5_000), False),
     ],
     ids=str,
 )
-def test_scores_and_selection_of_a_shared_list(shape: DecodeShape, tokens: tuple[int, ...], shared: bool) -> None:
+def test_every_page_is_scored_and_ranked(shape: DecodeShape, tokens: tuple[int, ...], shared: bool) -> None:
     """Several times, as which block takes which pages is chance; what a step before left is poison."""
     cache, sequences = make(shape, tokens, room=0)
     stages = CudaStages(cache, sequences, OPTIONS)

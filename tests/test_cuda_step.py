@@ -34,9 +34,10 @@ def step_of(
     before, _ = make(shape, tokens, room=0)
     stages = CudaStages(cache, sequences, options)
     assert stages.whole_step is not None
-    # views of one projection, as in a model
+    # views of one projection, as in a model, save that rotated keys are often a tensor of their own
     joined = 1.5 * randn(len(tokens), shape.query_heads + 2 * shape.kv_heads, shape.head_dim, seed=5)
     query, keys, values = joined.to(cache.keys.dtype).split((shape.query_heads, shape.kv_heads, shape.kv_heads), 1)
+    keys = keys.contiguous()
     out = torch.full(query.shape, float("nan"), dtype=query.dtype, device=DEVICE)
     torch.cuda.synchronize()
     stages.whole_step(query, keys, values, out, starts_early)

@@ -82,8 +82,9 @@ def test_programs_of_several_blocks_score_every_page(form: str, monkeypatch: pyt
     partial = torch.full((1, 4, programs, 2), float("nan"), device=DEVICE)
     kernels.score(query, shape, tokens, sequences, 1, 3, out, partial)
     assert torch.allclose(out, exact, atol=3e-2, rtol=3e-3)
-    parts = torch.full((1, 4, 5, 2), float("nan"), device=DEVICE)
+    parts = torch.full((1, 4, 5, 4), float("nan"), device=DEVICE)
     vectors.share_out(partial, shape, sequences, 1, parts, block * per_program)
+    assert (parts[..., 2] == float("-inf")).all()  # the least score is not known
     found = (parts[..., 0] + parts[..., 1].log2()) * math.log(2)  # natural log
     assert torch.allclose(found, exact.logsumexp(-1)[..., None].expand(-1, -1, 5), atol=3e-2)
 

@@ -87,8 +87,9 @@ def test_programs_of_several_blocks_score_every_page(monkeypatch: pytest.MonkeyP
     partial = torch.full((1, 4, programs, 2), float("nan"), device=DEVICE)
     scorer.score(query, shape, summaries, sequences, 1, 3, out, partial)
     assert torch.allclose(out, exact, atol=2e-2, rtol=2e-3)
-    parts = torch.full((1, 4, 132, 2), float("nan"), device=DEVICE)
+    parts = torch.full((1, 4, 132, 4), float("nan"), device=DEVICE)
     scorer.share_out(partial, shape, sequences, 1, parts, 16 * per_program)
+    assert (parts[..., 2] == float("-inf")).all()  # the least score is not known
     found = (parts[..., 0] + parts[..., 1].log2()) * math.log(2)  # natural log
     assert torch.allclose(found, exact.logsumexp(-1)[..., None].expand(-1, -1, 132), atol=2e-2)
 

@@ -117,6 +117,7 @@ def test_appending_beside_the_scoring_is_the_same_as_before_it(
     shape, lengths = DecodeShape(8, 2), (48, 1, 15, 333, 64, 3200)
     both = [make(shape, (lengths * batch)[:batch], room=0) for _ in range(2)]
     query, new_keys, new_values = randn(batch, 12, 128, seed=5).bfloat16().split((8, 2, 2), 1)
+    new_keys = new_keys.contiguous()
     slots = torch.arange(batch, device=DEVICE) % 4 - 1 if some else None
     apart, beside = (make_stages(kernels, *made) for made in both)
     if beside.append_score is None:

@@ -32,10 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(32 * FINALISE_WARPS, 1)
     append_finalise(uint16* keys, uint16* values, const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values,
                     const int* __restrict__ block_table, const int* __restrict__ seq_lens, uint8* __restrict__ summaries, int batch,
-                    int kv_heads, int max_pages, int64 summary_stride, int new_stride,
+                    int kv_heads, int max_pages, int64 summary_stride, int key_stride, int value_stride,
                     int64 page_stride, int64 head_stride, int64 token_stride) {
     __shared__ Scratch<1> shared[FINALISE_WARPS];
-    const NewTokens tokens = {keys, values, new_keys, new_values, nullptr, new_stride, page_stride, head_stride, token_stride};
+    const NewTokens tokens = {keys, values, new_keys, new_values, nullptr, key_stride, value_stride,
+                              page_stride, head_stride, token_stride};
     const int at = blockIdx.x * FINALISE_WARPS + threadIdx.x / 32;
     wait_for_previous_kernel();
     let_next_kernel_start();

@@ -35,13 +35,11 @@ def check_tensor(
 
 def check_token(cache: PagedCache, batch: int, **tensors: torch.Tensor) -> None:
     """ShapeError unless "query" and "out" are [B, HQ, D], "keys" and "values" of new tokens [B, H, D], all in the cache's type.
-    Rows of inputs may be those of a fused projection, those of keys and values then equally far apart."""
+    Rows of inputs may be those of a fused projection."""
     shape, pool = cache.shape, cache.keys
     for name, tensor in tensors.items():
         heads = shape.kv_heads if name in ("keys", "values") else shape.query_heads
         check_tensor(name, tensor, (batch, heads, shape.head_dim), pool.dtype, pool.device, rows_apart=name != "out")
-    if "keys" in tensors and batch > 1 and tensors["keys"].stride(0) != tensors["values"].stride(0):
-        raise ShapeError("rows of new keys and new values lie differently far apart: pass both .contiguous()")
 
 
 def check_cache(cache: PagedCache, sequences: Sequences) -> None:

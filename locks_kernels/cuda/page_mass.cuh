@@ -263,7 +263,9 @@ __device__ __forceinline__ void include(Running& running, float mass) {
     running.largest = largest;
     running.smallest = fminf(running.smallest, mass);
 }
-// Joins the lanes of one head: those 1 and 2 apart (the quad), and with PAIRED those 16 apart (the other page's rows).
+// Joins the lanes of one head: those 1 and 2 apart (the quad), and with PAIRED those 16 apart (the other page's rows).  LEAST: the
+// smallest mass, too.
+template <bool LEAST>
 __device__ __forceinline__ void join_lanes(Running& running) {
 #pragma unroll
     for (int apart = 1; apart <= (PAIRED ? 16 : 2); apart = apart == 2 ? 16 : 2 * apart) {
@@ -272,6 +274,6 @@ __device__ __forceinline__ void join_lanes(Running& running) {
         const float largest = fmaxf(running.largest, other_largest);
         running.sum = running.sum * exp2_fast(running.largest - largest) + other_sum * exp2_fast(other_largest - largest);
         running.largest = largest;
-        running.smallest = fminf(running.smallest, __shfl_xor_sync(ALL_LANES, running.smallest, apart));
+        if (LEAST) running.smallest = fminf(running.smallest, __shfl_xor_sync(ALL_LANES, running.smallest, apart));
     }
 }

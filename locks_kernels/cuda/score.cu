@@ -106,9 +106,11 @@ struct Walk {
     }
 };
 
-// Pages `page` ... `stop` - 1 of a sequence, in a slot of the ring; sequence -1: there are no more.
-struct Group {
-    int sequence, page, stop;
+constexpr int NO_MORE = -1;
+// Pages `page` ... `page + pages` - 1 of a sequence, in a slot of the ring; or NO_MORE for its sequence.
+struct __align__(8) Group {
+    int sequence;
+    uint32 page_and_pages;  // 16 page + pages
 };
 
 // summaries [num_pages, kv_heads, RECORD], pages summary_stride bytes apart; query [B, kv_heads * G, D], rows query_stride elements
@@ -121,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
     score(uint8* summaries, const uint16* __restrict__ query, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
           float* __restrict__ scores, float4* __restrict__ partials, uint32* grabs, int batch, int kv_heads, int max_pages,
           int score_stride, int recent_pages, int ready, int64 summary_stride, int64 query_stride, uint16* keys, uint16* values,
-          const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, const int64* __restrict__ slots, int new_stride,
-          int64 page_stride, int64 head_stride, int64 token_stride) {
+          const uint16* __restrict__ new_keys, const uint16* __restrict__ new_values, const int64* __restrict__ slots, int key_stride,
+          int value_stride, int64 page_stride, int64 head_stride, int64 token_stride) {
     extern __shared__ __align__(128) uint8 stages[];
     __shared__ __align__(8) uint64 full[STAGES], empty[STAGES];
     __shared__ Group groups[STAGES];
@@ -142,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
 #if APPEND_WARPS
     if (warp > WARPS) {
         __shared__ Scratch<1> scratch[APPEND_WARPS];
-        const NewTokens tokens = {keys, values, new_keys, new_values, slots, new_stride, page_stride, head_stride, token_stride};
+        const NewTokens tokens = {keys, values, new_keys, new_values, slots, key_stride, value_stride,
+                                  page_stride, head_stride, token_stride};
         const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y, own = warp - WARPS - 1;
         wait_for_previous_kernel();
         if (new_keys)
@@ -156,11 +159,11 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
     if (warp == WARPS) {
         const uint64 policy = read_once_policy();
         int slot = 0, round = 0;
+        Walk walk(list, seq_lens, grabs + blockIdx.y, recent_pages);
         const auto free_slot = [&] { barrier_wait(shared_address(&empty[slot]), (round & 1) ^ 1); };
         const auto next_slot = [&] {
             if (++slot == STAGES) slot = 0, ++round;
         };
-        Walk walk(list, seq_lens, grabs + blockIdx.y, recent_pages);
         const auto place_of = [&](const Piece& of) {
             return lane < of.pages ? block_table[static_cast<int64>(of.sequence) * max_pages + of.page + lane] : 0;
         };
@@ -173,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
                 const int page = piece.page + part * GROUP_PAGES, pages = min(GROUP_PAGES, piece.page + piece.pages - page);
                 const int id = __shfl_sync(ALL_LANES, ids, part * GROUP_PAGES + lane % GROUP_PAGES);
                 free_slot();
-                if (lane == 0) groups[slot] = {piece.sequence, page, page + pages};
+                if (lane == 0) groups[slot] = {piece.sequence, 16u * page + pages};
                 copy_pages(shared_address(stages + slot * STAGE_BYTES), summaries + id * summary_stride + first_head * RECORD, pages,
                            shared_address(&full[slot]), policy);
                 next_slot();
@@ -181,24 +184,39 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
             if (!ahead) next = walk.next(), next_ids = place_of(next);
             piece = next, ids = next_ids;
         }
+#pragma unroll 1
         for (int sub = 0; sub < SUBS; ++sub) {  // no more for any of them
             free_slot();
-            if (lane == 0) groups[slot].sequence = -1;
+            if (lane == 0) groups[slot].sequence = NO_MORE;
             if (lane < COPY_ARRIVALS) barrier_arrive(shared_address(&full[slot]));
             if (COPY_ARRIVALS > 32 && lane == 0) barrier_arrive(shared_address(&full[slot]));
             next_slot();
         }
     } else {
         const int head = first_head + warp % HEADS, sub = warp / HEADS;
-        int slot = sub, round = 0, sequence = -1;
+        int slot = sub, round = 0;
         if (ready != ALL) wait_for_previous_kernel();
         Query fragments;
         Running running[HEAD_TILES];
         const auto part_of = [&](int of, int query_head) -> float4& {
             return partials[static_cast<int64>(((of * kv_heads + head) * G + query_head) * gridDim.x + blockIdx.x) * SUBS + sub];
         };
-        if (list.shared) {  // then any block may have pages of any sequence, and the selection reads what all of them leave
-            for (int i = lane; i < batch * G; i += 32) part_of(i / G, i % G) = make_float4(LOWEST, 0.f, -LOWEST, 0.f);
+        const auto load_query_of = [&](int of) {
+            load_query(fragments, query + of * query_stride + head * (G * D), row, quad);
+        };
+        const uint32 begin = list.begin(blockIdx.x), end = list.begin(blockIdx.x + 1);
+        int sequence = 0;  // of the first group, so that its query is there when the group is
+        uint32 skipped = 0;
+        for (uint32 n; begin < end && skipped + (n = scored_pages(seq_lens[sequence], recent_pages)) <= begin; ++sequence) skipped += n;
+        if (begin < end) load_query_of(sequence);
+        if (SUBS > 1 || list.shared) {  // not every warp has pages of each sequence whose parts the selection reads
+            skipped = 0;
+            for (int i = 0; i < batch; ++i) {
+                const uint32 pages = scored_pages(seq_lens[i], recent_pages);
+                const bool read = list.shared || max(begin, skipped) < min(end, skipped + pages);
+                if (read && lane < G) part_of(i, lane) = make_float4(LOWEST, 0.f, -LOWEST, 0.f);
+                skipped += pages;
+            }
             __syncwarp();
         }
         while (true) {
@@ -206,33 +224,37 @@ extern "C" __global__ void __launch_bounds__(REGISTERS_OF, 1)
             // its copies may still be on their way, overtaken by later ones: wait until that warp has given the slot back.
             if (STAGES % SUBS) barrier_wait(shared_address(&empty[slot]), (round & 1) ^ 1);
             barrier_wait(shared_address(&full[slot]), round & 1);
-            const Group group = groups[slot];
-            if (group.sequence != sequence) {
-                if (sequence >= 0) {
+            // By the lane that gives the slot back, so that racecheck, too, sees that nobody reads it any more.
+            Group group = {};
+            if (lane == 0) group = groups[slot];
+            const int its_sequence = __shfl_sync(ALL_LANES, group.sequence, 0);
+            const uint32 its_pages = __shfl_sync(ALL_LANES, group.page_and_pages, 0);
+            if (its_sequence != sequence) {
+                if (begin < end) {
 #pragma unroll
                     for (int tile = 0; tile < HEAD_TILES; ++tile) {
-                        join_lanes(running[tile]);
+                        join_lanes<true>(running[tile]);
                         const int query_head = PAIRED ? row : tile * 8 + row;
                         if (quad == 0 && query_head < G)
                             part_of(sequence, query_head) = make_float4(running[tile].largest, running[tile].sum, running[tile].smallest, 0.f);
                         running[tile] = Running();
                     }
                 }
-                sequence = group.sequence;
-                if (sequence < 0) break;
-                load_query(fragments, query + sequence * query_stride + head * (G * D), row, quad);
+                sequence = its_sequence;
+                if (sequence == NO_MORE) break;
+                load_query_of(sequence);
             }
             const uint8* records = stages + slot * STAGE_BYTES + (warp % HEADS) * RECORD;
-            const int lane_page = group.page + first_kept(row, quad);
+            const int page = its_pages / 16, stop = page + its_pages % 16, lane_page = page + first_kept(row, quad);
             float mass[KEPT];
-            group_masses(mass, fragments, records, lane_page, group.stop, row, quad);
+            group_masses(mass, fragments, records, lane_page, stop, row, quad);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&empty[slot]));
             float* rows = scores + static_cast<int64>((sequence * kv_heads + head) * G) * score_stride;
 #pragma unroll
             for (int i = 0; i < KEPT; ++i) {
                 const int query_head = kept_head(i, row), at_page = lane_page + i % 2;
-                if (query_head < G && at_page < group.stop) {
+                if (query_head < G && at_page < stop) {
                     rows[static_cast<int64>(query_head) * score_stride + at_page] = mass[i] * LN_2;
                     include(running[i / 2], mass[i]);
                 }

@@ -47,16 +47,15 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
         for (int i = lane; i < recent_pages; i += 32) table[kept - recent_pages + i] = scored + i;
         for (int i = kept + lane; i < table_pages; i += 32) table[i] = -1;
     }
-    for (int g = warp; g < G; g += SELECT_WARPS) {
-        const Scale found = normaliser(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
-        if (lane == 0) scales[g] = found;
-    }
-    __syncthreads();
-
     const int slice = (scored + 4 * CLUSTER - 1) / (4 * CLUSTER) * 4;
     const int begin = min(static_cast<int>(rank) * slice, scored), length = min(slice, scored - begin);
     const int padded = (length + 127) / 128 * 128;  // whole warps of four keys a lane
     if (padded > slice_capacity) __trap();
-    const Keys keys(scores + first_query * score_stride + begin, score_stride, begin, length, sink_pages, scales);
-    keep_best(search, histogram, page_keys, keys, padded, ranked, tables, (sequence * kv_heads + head) * table_pages + sink_pages);
+    const Keys keys = {scores + first_query * score_stride + begin, score_stride, begin, length, sink_pages};
+    for (int g = warp; g < G; g += SELECT_WARPS) {
+        const Scale found = normaliser<true>(partials + (first_query + g) * score_blocks * subs, first_part, last_part, share);
+        if (lane == 0) scales[g] = found;
+    }
+    __syncthreads();
+    keep_best(search, histogram, page_keys, keys, scales, padded, ranked, tables, (sequence * kv_heads + head) * table_pages + sink_pages);
 }

@@ -10,8 +10,9 @@
 // many of them to send: a round also finds the smallest and the largest key that it counts, and if they are the same nothing is left
 // to narrow down.
 //
-// At small contexts this is a chain of latencies (measured: about 1,000 cycles a barrier round over a cluster), so the first round
-// counts the keys as it makes them, and the passes over the keys take four at a time and skip where none matters.
+// At small contexts this is a chain of latencies (measured: about 1,000 cycles a barrier round over a cluster), so the passes over
+// the keys take four at a time and skip where none matters.  Counting the first digits in the pass that makes the keys was tried: it
+// is 0.3 us slower.
 #pragma once
 #include "work_list.cuh"
 
@@ -53,85 +54,72 @@ struct Keys {
     const float* rows;  // [G] nats, `stride` apart, of the pages begin ... begin + length - 1; readable up to the next multiple of 4
     int64 stride;
     int begin, length, sink_pages;
-    const Scale (&scales)[G];
-    uint32 top;  // key 0
-    int shift;   // of the first digit
 
-    __device__ __forceinline__ Keys(const float* rows, int64 stride, int begin, int length, int sink_pages, const Scale (&scales)[G])
-        : rows(rows), stride(stride), begin(begin), length(length), sink_pages(sink_pages), scales(scales) {
+    // Writes `padded` keys and returns the shift of the first digit.
+    __device__ __forceinline__ int make(uint32* page_keys, int padded, const Scale (&scales)[G]) const {
         float best = 0.f, last = 0.f, size = 0.f;
 #pragma unroll 4
         for (int g = 0; g < G; ++g) best += scales[g].best, last += scales[g].last, size = fmaxf(size, fabsf(scales[g].offset));
         // Rounding moves an exponent by some 2^-23 of it, so a power by that many floats: no key is 0 while scores stay within some
         // ten thousand nats; beyond, the best pages tie.
-        const uint32 rounding = 64 + static_cast<uint32>(fminf(4.f * size, 65472.f));
-        top = __float_as_uint(best) + rounding;
+        const uint32 rounding = 64 + static_cast<uint32>(fminf(4.f * size, 65472.f)), top = __float_as_uint(best) + rounding;
         const uint32 span = top - min(__float_as_uint(last), top - 1) + rounding;
-        shift = max(32 - __clz(span) - BITS, 0);
-        shift = min(shift + (span >> shift == BINS - 1), FIRST_SHIFT);  // no key within the bounds reaches the last bin
-    }
-
-    // Of pages begin + i ... begin + i + 3.
-    __device__ __forceinline__ uint4 at(int i) const {
-        float combined[4] = {};
-        if (i < length) {
-            float4 s[G];
+        const int shift = max(32 - __clz(span) - BITS, 0);
+#pragma unroll 2
+        for (int i = 4 * threadIdx.x; i < padded; i += 4 * SELECT_THREADS) {
+            float combined[4] = {};
+            if (i < length) {
+                float4 scores[G];
 #pragma unroll
-            for (int g = 0; g < G; ++g)  // rows are padded to 8 pages: reading past `length` stays inside
-                s[g] = *reinterpret_cast<const float4*>(rows + g * stride + i);
+                for (int g = 0; g < G; ++g)  // rows are padded to 8 pages: reading past `length` stays inside
+                    scores[g] = *reinterpret_cast<const float4*>(rows + g * stride + i);
 #pragma unroll
-            for (int g = 0; g < G; ++g) {
-                const float offset = scales[g].offset;
-                combined[0] += exp2_fast(fmaf(s[g].x, LOG2_E, -offset));
-                combined[1] += exp2_fast(fmaf(s[g].y, LOG2_E, -offset));
-                combined[2] += exp2_fast(fmaf(s[g].z, LOG2_E, -offset));
-                combined[3] += exp2_fast(fmaf(s[g].w, LOG2_E, -offset));
+                for (int g = 0; g < G; ++g) {
+                    const float offset = scales[g].offset;
+                    combined[0] += exp2_fast(fmaf(scores[g].x, LOG2_E, -offset));
+                    combined[1] += exp2_fast(fmaf(scores[g].y, LOG2_E, -offset));
+                    combined[2] += exp2_fast(fmaf(scores[g].z, LOG2_E, -offset));
+                    combined[3] += exp2_fast(fmaf(scores[g].w, LOG2_E, -offset));
+                }
             }
-        }
-        uint32 key[4];
+            uint32 key[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            key[j] = i + j < length && begin + i + j >= sink_pages ? top - min(__float_as_uint(combined[j]), top - 1) : EXCLUDED;
-        return make_uint4(key[0], key[1], key[2], key[3]);
+            for (int j = 0; j < 4; ++j)
+                key[j] = i + j < length && begin + i + j >= sink_pages ? top - min(__float_as_uint(combined[j]), top - 1) : EXCLUDED;
+            *reinterpret_cast<uint4*>(page_keys + i) = make_uint4(key[0], key[1], key[2], key[3]);
+        }
+        return min(shift + (span >> shift == BINS - 1), FIRST_SHIFT);  // no key within the bounds reaches the last bin
     }
 };
 
 // Writes the `ranked` best pages to `tables` from place `table` on, in ascending order.  The whole block calls, all of a cluster if
 // BLOCKS > 1.  page_keys: room for `padded` keys, the slice up to a multiple of 128.
 template <int BLOCKS>
-__device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histogram, uint32* page_keys, const Keys& keys, int padded,
-                                          uint32 ranked, int* tables, uint32 table) {
+__device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histogram, uint32* page_keys, const Keys& keys,
+                                          const Scale (&scales)[G], int padded, uint32 ranked, int* tables, uint32 table) {
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     const uint32 rank = BLOCKS > 1 ? cluster_rank() : 0;
     if (tid == 0) memory.begin = keys.begin, memory.length = keys.length;  // read when needed: registers are few
     // Keys below `limit` are kept, and the `needed` best ones of those from `limit` on.
     uint32 limit = 0, needed = ranked;
     bool direct = false;  // the bin's keys are ranked directly
-    int shift = keys.shift;
-    uint32 least = EXCLUDED, most = 0;
-    const auto count = [&](uint32 key, uint32 bin) {
-        atomicAdd(&histogram[bin * COPIES + lane % COPIES], 1u);
-        least = min(least, key), most = max(most, key);
-    };
-#pragma unroll 1
-    for (int i = 4 * tid; i < padded; i += 4 * SELECT_THREADS) {  // of the first round
-        const uint4 four = keys.at(i);
-        *reinterpret_cast<uint4*>(page_keys + i) = four;
-        const uint32 key[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (key[j] != EXCLUDED) count(key[j], min(key[j] >> shift, BINS - 1));
-    }
+    int shift = keys.make(page_keys, padded, scales);
 #pragma unroll 1
     for (int round = 0; round < MAX_ROUNDS; ++round) {
         const bool first = round == 0;
-        if (!first) least = EXCLUDED, most = 0;
-        for (int i = first ? padded : 4 * tid; i < padded; i += 4 * SELECT_THREADS) {
+        uint32 least = EXCLUDED, most = 0;
+        for (int i = 4 * tid; i < padded; i += 4 * SELECT_THREADS) {
             const uint4 four = *reinterpret_cast<const uint4*>(page_keys + i);
             const uint32 key[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (const uint32 bin = (key[j] - limit) >> shift; key[j] >= limit && bin < BINS && key[j] != EXCLUDED) count(key[j], bin);
+            for (int j = 0; j < 4; ++j) {
+                uint32 bin = (key[j] - limit) >> shift;
+                if (first) bin = min(bin, BINS - 1);
+                if (key[j] >= limit && bin < BINS && key[j] != EXCLUDED) {
+                    atomicAdd(&histogram[bin * COPIES + lane % COPIES], 1u);
+                    least = min(least, key[j]), most = max(most, key[j]);
+                }
+            }
         }
         least = __reduce_min_sync(ALL_LANES, least), most = __reduce_max_sync(ALL_LANES, most);
         if (lane == 0) atomicMin(&memory.block_lowest[round], least), atomicMax(&memory.block_highest[round], most);
@@ -240,22 +228,23 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
             equal += inside;
             if (direct && inside) {
                 const uint32 at = atomicAdd(&memory.own_candidates, 1u);
-                memory.own_key[at] = key[j], memory.own_page[at] = memory.begin + i + j;
+                (BLOCKS > 1 ? memory.own_key : memory.candidate_key)[at] = key[j];
+                (BLOCKS > 1 ? memory.own_page : memory.candidate_page)[at] = memory.begin + i + j;
             }
         }
     }
     above = warp_sum(above), equal = warp_sum(equal);
     if (lane == 0) memory.warp_above[warp] = above, memory.warp_equal[warp] = equal;
-    __syncthreads();
-    if (warp == 0) {
-        const uint32 sum_above = warp_sum(memory.warp_above[lane]), sum_equal = warp_sum(memory.warp_equal[lane]);
-        if (lane < BLOCKS) {
-            store_to_block<BLOCKS>(&memory.block_above[rank], lane, sum_above);
-            store_to_block<BLOCKS>(&memory.block_equal[rank], lane, sum_equal);
+    if constexpr (BLOCKS > 1) {
+        __syncthreads();
+        if (warp == 0) {
+            const uint32 sum_above = warp_sum(memory.warp_above[lane]), sum_equal = warp_sum(memory.warp_equal[lane]);
+            if (lane < BLOCKS) {
+                store_to_block<BLOCKS>(&memory.block_above[rank], lane, sum_above);
+                store_to_block<BLOCKS>(&memory.block_equal[rank], lane, sum_equal);
+            }
         }
-    }
-    if (direct) {
-        for (int i = tid; i < memory.own_candidates * BLOCKS; i += SELECT_THREADS) {
+        for (int i = tid; direct && i < memory.own_candidates * BLOCKS; i += SELECT_THREADS) {
             const int at = memory.candidates_before + i / BLOCKS;
             store_to_block<BLOCKS>(&memory.candidate_key[at], i % BLOCKS, memory.own_key[i / BLOCKS]);
             store_to_block<BLOCKS>(&memory.candidate_page[at], i % BLOCKS, memory.own_page[i / BLOCKS]);
@@ -267,8 +256,11 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
         uint32 better = 0, key = EXCLUDED, page = 0;
         if (mine < static_cast<int>(memory.in_bin)) {
             key = memory.candidate_key[mine], page = memory.candidate_page[mine];
-            for (int i = tid % RANKERS; i < static_cast<int>(memory.in_bin); i += RANKERS)
-                better += memory.candidate_key[i] < key || (memory.candidate_key[i] == key && memory.candidate_page[i] < page);
+#pragma unroll 8
+            for (int i = tid % RANKERS; i < CANDIDATES; i += RANKERS) {  // all places, so that their loads do not wait for one another
+                const uint32 other = memory.candidate_key[i], its_page = memory.candidate_page[i];
+                better += (i < static_cast<int>(memory.in_bin)) & ((other < key) | ((other == key) & (its_page < page)));
+            }
         }
 #pragma unroll
         for (int apart = RANKERS / 2; apart > 0; apart /= 2) better += __shfl_xor_sync(ALL_LANES, better, apart);

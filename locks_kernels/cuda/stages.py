@@ -166,6 +166,7 @@ class CudaStages:
                 sequences.max_pages,
                 self._summary_stride,
                 keys.stride(0),
+                values.stride(0),
                 *self._strides,
             ),
         )
@@ -206,6 +207,7 @@ class CudaStages:
                 keys,
                 values,
                 keys.stride(0),
+                values.stride(0),
                 *self._strides,
             ),
             cluster=STEP_CLUSTER,
@@ -213,7 +215,7 @@ class CudaStages:
 
     def score(self, query: torch.Tensor, summaries_ready: bool = True) -> None:
         self._check_token(query=query)
-        self._score(query, ALL if summaries_ready else NOTHING, (NULL, NULL, NULL, 0))
+        self._score(query, ALL if summaries_ready else NOTHING, (NULL, NULL, NULL, 0, 0))
 
     @property
     def append_score(self) -> AppendScore | None:
@@ -230,7 +232,7 @@ class CudaStages:
         self._check_token(query=query, keys=keys, values=values)
         if slots is not None:
             check_tensor("slots", slots, (self.sequences.batch,), torch.int64, self.cache.keys.device)
-        new_token = keys, values, NULL if slots is None else slots, keys.stride(0)
+        new_token = keys, values, NULL if slots is None else slots, keys.stride(0), values.stride(0)
         self._score(query, ALL_BUT_TOKEN if starts_early else NOTHING, new_token)
 
     def _score(self, query: torch.Tensor, ready: int, new_token: tuple[torch.Tensor | tuple[int] | int, ...]) -> None:

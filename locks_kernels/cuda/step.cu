@@ -31,7 +31,7 @@ __device__ __forceinline__ void prefetch_rows(const uint16* from, int64 token_st
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane / 2 * token_stride + lane % 2 * (D / 2)));
 }
 
-// Pools, strides and new_keys, new_values, new_stride as in score.cu; tables, out, lse as select_pages and attend leave them.
+// Pools, strides and new_keys, new_values, key_stride, value_stride as in score.cu; tables, out, lse as select_pages and attend leave them.
 // capacity: a multiple of 128, at least max_pages; starts_early: no kernel that may still run writes lengths, block table or
 // summaries (they are not __restrict__, or a compiler may read them in front of the wait for that kernel).
 // grid (CLUSTER, kv_heads + 1, B); shared memory WARPS * WARP_BYTES + 4 * (G + 1) * capacity.
@@ -40,12 +40,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                int* __restrict__ tables, uint16* __restrict__ out, float* __restrict__ lse, int kv_heads, int max_pages,
                int capacity, int kept, int table_pages, int sink_pages, int recent_pages, int share, int starts_early,
                int64 summary_stride, int64 query_stride, uint16* keys, uint16* values, const uint16* __restrict__ new_keys,
-               const uint16* __restrict__ new_values, int new_stride, int64 page_stride, int64 head_stride, int64 token_stride) {
+               const uint16* __restrict__ new_values, int key_stride, int value_stride, int64 page_stride, int64 head_stride,
+               int64 token_stride) {
     extern __shared__ __align__(128) uint8 shared[];
     __shared__ __align__(8) uint64 arrived[WARPS];
     __shared__ Search<1> search;
     __shared__ Merge<WARPS> merging;
-    __shared__ float4 parts[G][CLUSTER * WARPS];  // log-sum-exps and least scores of all warps of the cluster, in powers of two
+    __shared__ float2 parts[G][CLUSTER * WARPS];  // log-sum-exps of all warps of the cluster, in powers of two
     __shared__ Scale scales[G];
     __shared__ int kept_pages[2 * CLUSTER * WARPS];  // two tiles a warp
     float* scores = reinterpret_cast<float*>(shared + WARPS * WARP_BYTES);  // [G][capacity] nats, of the whole sequence
@@ -59,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const bool appends = head == kv_heads;
     if (appends || !starts_early) wait_for_previous_kernel();
     if (appends) {  // the last of this step to let the next kernel start: by its end
-        const NewTokens tokens = {keys, values, new_keys, new_values, nullptr, new_stride, page_stride, head_stride, token_stride};
+        const NewTokens tokens = {keys, values, new_keys, new_values, nullptr, key_stride, value_stride,
+                                  page_stride, head_stride, token_stride};
         for (int at = rank + CLUSTER * warp; at < kv_heads; at += CLUSTER * WARPS)
             append_token(*reinterpret_cast<Scratch<1>*>(own), tokens, block_table, seq_lens, summaries, sequence * kv_heads + at,
                          kv_heads, max_pages, summary_stride);
@@ -119,14 +121,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 include(running, mass[0]);
             }
         }
-        join_lanes(running);
+        join_lanes<false>(running);
         if (quad == 0 && row < G) {
-            float4& part = parts[row][rank * WARPS + warp];
+            float2& part = parts[row][rank * WARPS + warp];
 #pragma unroll
             for (int block = 0; block < CLUSTER; ++block) {
                 store_to_block(&part.x, block, running.largest);
                 store_to_block(&part.y, block, running.sum);
-                store_to_block(&part.z, block, running.smallest);
             }
         }
         cluster_sync();
@@ -139,14 +140,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int i = lane; i < recent_pages; i += 32) kept_pages[kept - recent_pages + i] = scored + i;
             for (int i = kept + lane; i < table_pages; i += 32) kept_pages[i] = -1;
         }
+        const int padded = (scored + 127) / 128 * 128;
+        const Keys keys = {scores, capacity, 0, scored, sink_pages};
         for (int g = warp; g < G; g += WARPS) {
-            const Scale found = normaliser(parts[g], 0, CLUSTER * WARPS, share);
+            const Scale found = normaliser<false>(parts[g], 0, CLUSTER * WARPS, share);
             if (lane == 0) scales[g] = found;
         }
         __syncthreads();
-        const int padded = (scored + 127) / 128 * 128;
-        const Keys keys(scores, capacity, 0, scored, sink_pages, scales);
-        keep_best(search, histogram, page_keys, keys, padded, kept - sink_pages - recent_pages, kept_pages, sink_pages);
+        keep_best(search, histogram, page_keys, keys, scales, padded, kept - sink_pages - recent_pages, kept_pages, sink_pages);
     }
     __syncthreads();
 
@@ -168,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int tile = 0; tile < 2; ++tile)
                 if (live[tile] > 0) copy_rows<D>(own + tile * KEY_BYTES, pool + from[tile], token_stride, lane);
         };
-        auto arrive = [&](const uint16* new_token) {
+        auto arrive = [&](const uint16* new_tokens, int stride) {
             asm volatile("cp.async.wait_all;" ::: "memory");
             __syncwarp();
 #pragma unroll
@@ -176,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 if (live[tile] > 0 && live[tile] <= PAGE && lane < D / 8) {  // its last token is the new one
                     const int to = (live[tile] - 1) * D * 2 + swizzled(live[tile] - 1, lane) * 16;
                     *reinterpret_cast<uint4*>(own + tile * KEY_BYTES + to) =
-                        *reinterpret_cast<const uint4*>(new_token + static_cast<int64>(sequence) * new_stride + head * D + 8 * lane);
+                        *reinterpret_cast<const uint4*>(new_tokens + static_cast<int64>(sequence) * stride + head * D + 8 * lane);
                 }
             __syncwarp();
         };
@@ -188,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         {
             uint32 q[2 * KEY_CHUNKS][4];
             load_heads(q, heads, row, quad);
-            arrive(new_keys);
+            arrive(new_keys, key_stride);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) tile_logits(logits[tile], q, own + tile * KEY_BYTES, live[tile], row, quad);
         }
@@ -196,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         bring(values);
         uint32 p[2][2][2] = {};
         weigh(p, partial, logits);
-        arrive(new_values);
+        arrive(new_values, value_stride);
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) add_values(partial, p[tile], own + tile * KEY_BYTES, live[tile], row, quad);
     }

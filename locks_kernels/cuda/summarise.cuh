@@ -161,13 +161,13 @@ __device__ __forceinline__ void summarise(Scratch<SLOTS>& scratch, int64 token_s
     __syncwarp();
 }
 
-// The new token of each sequence, [B, kv_heads, D] with rows new_stride apart, and the pools it goes to, strides in elements.
+// The new token of each sequence, [B, kv_heads, D] with rows key_stride and value_stride apart, and the pools it goes to, strides in elements.
 // slots [B]: a sequence has no new token where its slot is negative; null: all have one.
 struct NewTokens {
     uint16 *keys, *values;
     const uint16 *new_keys, *new_values;
     const int64* slots;
-    int new_stride;  // 64 bits would spill in the scorer
+    int key_stride, value_stride;  // 64 bits would spill in the scorer
     int64 page_stride, head_stride, token_stride;
 };
 
@@ -179,11 +179,13 @@ __device__ __forceinline__ void append_token(Scratch<1>& scratch, const NewToken
     if (length <= 0 || (tokens.slots && tokens.slots[sequence] < 0)) return;
     const int64 page = block_table[static_cast<int64>(sequence) * max_pages + (length - 1) / PAGE];
     const int64 base = page * tokens.page_stride + head * tokens.head_stride, to = base + (length - 1) % PAGE * tokens.token_stride;
-    const int64 from = static_cast<int64>(sequence) * tokens.new_stride + head * D;
-    for (int c = 8 * lane; c < D; c += 256) {
-        *reinterpret_cast<uint4*>(tokens.keys + to + c) = *reinterpret_cast<const uint4*>(tokens.new_keys + from + c);
-        *reinterpret_cast<uint4*>(tokens.values + to + c) = *reinterpret_cast<const uint4*>(tokens.new_values + from + c);
-    }
+    const auto copy = [&](uint16* pool, const uint16* token, int stride) {
+        for (int c = 8 * lane; c < D; c += 256)
+            *reinterpret_cast<uint4*>(pool + to + c) =
+                *reinterpret_cast<const uint4*>(token + static_cast<int64>(sequence) * stride + head * D + c);
+    };
+    copy(tokens.keys, tokens.new_keys, tokens.key_stride);
+    copy(tokens.values, tokens.new_values, tokens.value_stride);
     if (length % PAGE) return;
     if (lane == 0) scratch.keys[0] = tokens.keys + base, scratch.record[0] = summaries + page * summary_stride + head * RECORD;
     __syncwarp();

@@ -53,18 +53,26 @@ struct WorkList {
 struct Scale {
     float offset, best, last;
 };
-// From the scorer's parts (largest, sum, smallest, -); the whole warp calls.
-__device__ __forceinline__ Scale normaliser(const float4* parts, int first, int last, bool share) {
-    constexpr int AT_ONCE = 5;
+// From the scorer's parts, float4 (largest, sum, smallest, -), or float2 without the smallest and 0 for `last`; the whole warp calls.
+template <bool LEAST, class Part>
+__device__ __forceinline__ Scale normaliser(const Part* parts, int first, int last, bool share) {
+    constexpr int AT_ONCE = G <= 4 ? 5 : 9;  // 132 blocks in one go, where registers allow no more
     float largest = LOWEST, sum = 0.f, smallest = -LOWEST;
 #pragma unroll 1
     for (int from = first + threadIdx.x % 32; from < last + static_cast<int>(threadIdx.x % 32); from += 32 * AT_ONCE) {
-        float4 part[AT_ONCE];
+        Part part[AT_ONCE];
         float next = largest;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) part[i] = from + 32 * i < last ? parts[from + 32 * i] : make_float4(LOWEST, 0.f, -LOWEST, 0.f);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            part[i].x = LOWEST, part[i].y = 0.f;
+            if constexpr (LEAST) part[i].z = -LOWEST;
+            if (from + 32 * i < last) part[i] = parts[from + 32 * i];
+        }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) next = fmaxf(next, part[i].x), smallest = fminf(smallest, part[i].z);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            next = fmaxf(next, part[i].x);
+            if constexpr (LEAST) smallest = fminf(smallest, part[i].z);
+        }
         sum *= exp2_fast(largest - next);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) sum = fmaf(part[i].y, exp2_fast(part[i].x - next), sum);
@@ -74,11 +82,11 @@ __device__ __forceinline__ Scale normaliser(const float4* parts, int first, int 
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) {
         top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, apart));
-        smallest = fminf(smallest, __shfl_xor_sync(ALL_LANES, smallest, apart));
+        if (LEAST) smallest = fminf(smallest, __shfl_xor_sync(ALL_LANES, smallest, apart));
     }
     sum *= exp2_fast(largest - top);
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
     const float offset = share ? top + log2_fast(sum * G) : top;
-    return {offset, exp2_fast(top - offset), exp2_fast(smallest - offset)};
+    return {offset, exp2_fast(top - offset), LEAST ? exp2_fast(smallest - offset) : 0.f};
 }
