@@ -19,8 +19,9 @@ LEAST_SHARED, MOST_SHARED = 40, 32  # as in work_list.cuh
 
 def shares(stages: CudaStages) -> bool:
     pages = (stages.sequences.seq_lens + 15) // 16 - OPTIONS.recent_pages
-    least = LEAST_SHARED * stages.plan.score_blocks
-    return bool(pages.clamp_min(0).sum() >= least) and stages.sequences.batch <= MOST_SHARED
+    batch = stages.sequences.batch
+    least = max(LEAST_SHARED, GROUP_PAGES * batch) * stages.plan.score_blocks
+    return bool(pages.clamp_min(0).sum() >= least) and batch <= MOST_SHARED
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,8 @@ def shares(stages: CudaStages) -> bool:
         (DecodeShape(9, 3, head_dim=64), (86_000,), True),
         (DecodeShape(16, 16, head_dim=64, rank=2), (44_000, 3), True),  # two blocks for the heads of a page
         (DecodeShape(8, 1, dtype="float16"), (60_000, 30_001), True),
-        (DecodeShape(4, 2), (3_000,) * 31 + (2_500,), True),  # the most sequences that share
-        (DecodeShape(4, 2), (3_000,) * 33, False),
+        (DecodeShape(4, 2), (18_000,) * 8, True),
+        (DecodeShape(4, 2), (16_000,) * 8, False),  # less than a group for each block and sequence
         (DecodeShape(8, 2), (80_000,), False),
         (DecodeShape(2, 2, head_dim=64, rank=2), (0, 1, 15, 160, 161, 800), False),  # less pages than warps
         (DecodeShape(16, 2), (9_000, 20, 700, 0, 5_000), False),

@@ -91,6 +91,19 @@ def test_texts_of_one_model_are_no_reference_for_another(sweep: Callable[..., An
     assert [record.outcome for record in records] == [Outcome.OK] * 2
 
 
+def test_prompts_are_made_before_anything_decodes() -> None:
+    """An engine decodes on while its client makes prompts: the oldest sequence would run out of tokens."""
+    engine = FakeEngine()
+
+    def slowly(number: int, length: int) -> list[int]:
+        for _ in range(200 if engine.running else 0):
+            engine.step()
+        return [7] * length
+
+    climbing = Ladder(engine, 2048, WINDOW, 100, slowly, engine.clock_ns, most=4)
+    assert (climbing.measure(1).batch, climbing.measure(4).batch) == (1, 4)
+
+
 def test_a_step_that_leaves_a_sequence_out_gives_no_time() -> None:
     engine = FakeEngine()
     engine.preempts = True

@@ -19,7 +19,7 @@ from harness.engine.driver import Engine
 NULL_BLOCKS = 1  # vLLM's block 0 is nobody's
 MOST_SEQUENCES = 512  # of a batch that is to fill the cache: the largest that vLLM captures by default
 FILLING_STEPS = 1024  # that filling the cache takes at most, as long as nobody knows how large it is
-SPARE_STEPS = 4  # the engine works ahead of its client
+SPARE_STEPS = 64  # the engine works ahead of its client, also while that hands over prompts
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,11 @@ class Ladder:
         make_prompt: Callable[[int, int], list[int]],
         clock_ns: Callable[[], int],
         on_round: Callable[[], None] = lambda: None,
+        most: int = 0,
     ) -> None:
         """slack: see slack_tokens.  make_prompt: of a sequence's number and length.  on_round: at the end of each round, while
-        the engine goes on; what it costs is in the next round if the engine has to wait for it."""
+        the engine goes on; what it costs is in the next round if the engine has to wait for it.  most: of the batches to come;
+        so many prompts are made now, since the engine decodes on while a later one is made."""
         self.engine, self.ctx, self.window, self.clock_ns, self.on_round = engine, ctx, window, clock_ns, on_round
         self._make_prompt, self._total = make_prompt, window.tokens + slack
         self._length = ctx - window.tokens - max(0, ctx + slack - engine.max_tokens)
@@ -107,6 +109,7 @@ class Ladder:
             raise DoesNotFit(
                 f"a context of {ctx} tokens is shorter than the {window.tokens} that are timed; use a longer --ctx"
             )
+        self._prompts = {number: make_prompt(number, self._length) for number in range(most)}
 
     def measure(self, batch: int) -> Timed:
         """At a batch that is no smaller than the one before."""
@@ -142,7 +145,8 @@ class Ladder:
     def _fill(self, batch: int) -> None:
         """Add sequences up to `batch` and wait until all of them have a token."""
         idle = not self._got
-        prompts = [self._make_prompt(number, self._length) for number in range(len(self._got), batch)]
+        numbers = range(len(self._got), batch)
+        prompts = [self._prompts.pop(n) if n in self._prompts else self._make_prompt(n, self._length) for n in numbers]
         if idle:  # its prompt alone is what its first token waits for
             start = self.clock_ns()
             self._submit(prompts.pop(0))

@@ -196,18 +196,20 @@ def _climb(
     slack = slack_tokens(job.window, batches, ctx, engine.chunk_tokens, engine.blocks * engine.block_size)
     readings: list[dict[str, Any]] = []
     ladder: Ladder | None = None
+    fits = largest_batch(engine, ctx + slack, MOST_SEQUENCES)
+    most = max(min(batch or fits, fits) for batch in batches)
     try:
         for batch in batches:
             cell = (ctx, batch)
             if job.stop_at is not None and time.time() > job.stop_at:
                 say(CellFailed(cell, "late", "the time budget was spent"))
                 continue
-            wanted = largest_batch(engine, ctx + slack, MOST_SEQUENCES) if batch is None else batch
+            wanted = fits if batch is None else batch
             say(Measuring(cell, wanted))
             readings.clear()
             try:
                 ladder = ladder or Ladder(
-                    engine, ctx, job.window, slack, _prompts(job, ctx), clock_ns, lambda: readings.append(meter())
+                    engine, ctx, job.window, slack, _prompts(job, ctx), clock_ns, lambda: readings.append(meter()), most
                 )
                 if wanted < 1:
                     raise DoesNotFit(f"not one sequence of {ctx:,} tokens fits in the engine's cache")
