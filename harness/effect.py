@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from harness.stats import CONFIDENCE, round_medians
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MIN_PAIRS = 5  # below this nobody can tell noise from change
 TRIM = 0.1  # of the log-ratios at either end
@@ -43,6 +45,7 @@ def paired_effect(base: Sequence[Sequence[float]], new: Sequence[Sequence[float]
     equal things with r = 0.8 stay under 2 % false alarms from ten rounds on.  The trimmed mean, because one round in which
     something else ran would hide a change of the headline, which is a median.
     """
+    import numpy as np
     from scipy import stats  # half a second, which `list` and `--help` need not pay
 
     before, after = np.asarray(round_medians(base)), np.asarray(round_medians(new))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from statistics import median
+from statistics import median, quantiles
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:  # a tenth of a second, which `list` and `--help` need not pay
+    import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -23,6 +25,8 @@ def resampled_medians(values: Sequence[float], seed: int = SEED) -> np.ndarray:
     """Medians of RESAMPLES bootstrap resamples.  The same seed and count give the same picks, so that the results of two
     equally long lists of paired rounds pair as well: their ratio is a paired bootstrap of the ratio of medians.
     """
+    import numpy as np
+
     ordered = np.sort(np.asarray(values, dtype=float)[_picks(len(values), seed)], axis=1)
     middle = len(values) // 2
     return ordered[:, middle] if len(values) % 2 else (ordered[:, middle - 1] + ordered[:, middle]) / 2
@@ -35,6 +39,8 @@ def bootstrap_interval(values: Sequence[float], seed: int = SEED) -> tuple[float
 
 def central_interval(resampled: np.ndarray) -> tuple[float, float]:
     """The middle CONFIDENCE share of resampled values."""
+    import numpy as np
+
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(resampled, (tail, 1 - tail))
     return float(low), float(high)
@@ -42,6 +48,8 @@ def central_interval(resampled: np.ndarray) -> tuple[float, float]:
 
 @lru_cache(maxsize=16)  # a report of many rows asks for the same few counts of rounds thousands of times
 def _picks(count: int, seed: int) -> np.ndarray:
+    import numpy as np
+
     return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
 
 
@@ -50,7 +58,7 @@ def half_width(values: Sequence[float]) -> float:
     if len(values) < 2:
         return float("inf")
     low, high = bootstrap_interval(values)
-    middle = float(np.median(values))
+    middle = float(median(values))
     if high == low:
         return 0.0
     return (high - low) / 2 / middle if middle > 0 else float("inf")
@@ -63,9 +71,11 @@ def drift(values: Sequence[float]) -> float:
     if len(values) < 4:
         return 0.0
     middle = len(values) // 2
-    first, second = np.asarray(values[:middle]), np.asarray(values[middle:])
-    low, high = float(np.median(first)), float(np.median(second))
-    apart = np.quantile(first, 0.75) < np.quantile(second, 0.25) or np.quantile(second, 0.75) < np.quantile(first, 0.25)
+    first, second = values[:middle], values[middle:]
+    low, high = float(median(first)), float(median(second))
+    first_low, first_high = _quartiles(first)
+    second_low, second_high = _quartiles(second)
+    apart = first_high < second_low or second_high < first_low
     return high / low - 1 if apart and low > 0 else 0.0
 
 
@@ -74,7 +84,7 @@ def median_interval(rounds: Sequence[Sequence[float]]) -> tuple[float, tuple[flo
     medians = round_medians(rounds)
     if not medians:
         raise ValueError("no samples in any round")
-    return float(np.median(medians)), bootstrap_interval(medians)
+    return float(median(medians)), bootstrap_interval(medians)
 
 
 def outlier_labels(values: Sequence[float]) -> list[str | None]:
@@ -83,7 +93,13 @@ def outlier_labels(values: Sequence[float]) -> list[str | None]:
     """
     if len(values) < 4:
         return [None] * len(values)
-    low, high = np.quantile(values, (0.25, 0.75))
+    low, high = _quartiles(values)
     width = high - low
     beyond = [max(low - value, value - high) for value in values]
     return ["severe" if far > 3 * width else "mild" if far > 1.5 * width else None for far in beyond]
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third, linear between values; of at least two."""
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return low, high
