@@ -48,7 +48,8 @@ def test_the_tables_are_what_the_records_say() -> None:
                     assert row["performance_claim"]
                     assert float(latency.replace(",", "")) == pytest.approx(row["latency_us"], rel=5e-4)
             expected = measured[where]["locks"]["speedup_vs_best_dense"]
-            assert float(speedup.rstrip("x")) == pytest.approx(expected, abs=0.005)
+            assert (speedup == "-") is (expected is None), text
+            assert expected is None or float(speedup.rstrip("x")) == pytest.approx(expected, abs=0.005)
     assert told == set(measured), "no measured case is left out"
 
 
