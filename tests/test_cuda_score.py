@@ -8,13 +8,19 @@ from kernel_cases import ON_GPU, SCORE_ERROR, assert_good_table, make, make_quer
 
 from locks_kernels import reference
 from locks_kernels.cuda.launch import GROUP_PAGES
-from locks_kernels.cuda.stages import CudaStages
+from locks_kernels.cuda.stages import CudaStages, plan_on
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")]
 
 OPTIONS = SelectOptions(512)
 LEAST_SHARED, MOST_SHARED = 40, 32  # as in work_list.cuh
+
+
+def lengths(shape: DecodeShape, wanted: tuple[float, ...]) -> tuple[int, ...]:
+    """Tokens: int as they are, float as pages for each block of this device's scorer."""
+    blocks = plan_on(torch.device("cuda"), shape, 1, 1 << 16, 1).score_blocks
+    return tuple(tokens if isinstance(tokens, int) else round(16 * blocks * tokens) + 1 for tokens in wanted)
 
 
 def shares(stages: CudaStages) -> bool:
@@ -25,23 +31,24 @@ def shares(stages: CudaStages) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens", "shared"),
+    ("shape", "wanted", "shared"),
     [
-        (DecodeShape(8, 2), (100_001,), True),
-        (DecodeShape(8, 2), (40_000, 0, 90_000, 17, 5_000), True),
-        (DecodeShape(9, 3, head_dim=64), (86_000,), True),
-        (DecodeShape(16, 16, head_dim=64, rank=2), (44_000, 3), True),  # two blocks for the heads of a page
-        (DecodeShape(8, 1, dtype="float16"), (60_000, 30_001), True),
-        (DecodeShape(4, 2), (18_000,) * 8, True),
-        (DecodeShape(4, 2), (16_000,) * 8, False),  # less than a group for each block and sequence
-        (DecodeShape(8, 2), (80_000,), False),
+        (DecodeShape(8, 2), (47.3,), True),
+        (DecodeShape(8, 2), (19.0, 0, 42.6, 17, 2.4), True),
+        (DecodeShape(9, 3, head_dim=64), (40.7,), True),
+        (DecodeShape(16, 16, head_dim=64, rank=2), (41.7, 3), True),  # two blocks for the heads of a page
+        (DecodeShape(8, 1, dtype="float16"), (28.4, 14.2), True),
+        (DecodeShape(4, 2), (8.5,) * 8, True),
+        (DecodeShape(4, 2), (7.5,) * 8, False),  # less than a group for each block and sequence
+        (DecodeShape(8, 2), (38.0,), False),
         (DecodeShape(2, 2, head_dim=64, rank=2), (0, 1, 15, 160, 161, 800), False),  # less pages than warps
         (DecodeShape(16, 2), (9_000, 20, 700, 0, 5_000), False),
     ],
     ids=str,
 )
-def test_every_page_is_scored_and_ranked(shape: DecodeShape, tokens: tuple[int, ...], shared: bool) -> None:
+def test_every_page_is_scored_and_ranked(shape: DecodeShape, wanted: tuple[float, ...], shared: bool) -> None:
     """Several times, as which block takes which pages is chance; what a step before left is poison."""
+    tokens = lengths(shape, wanted)
     cache, sequences = make(shape, tokens, room=0)
     stages = CudaStages(cache, sequences, OPTIONS)
     assert shares(stages) == shared
@@ -65,7 +72,8 @@ def test_every_page_is_scored_and_ranked(shape: DecodeShape, tokens: tuple[int, 
 def test_lengths_that_grow_into_a_shared_list() -> None:
     """One graph; workspaces are what the step before left."""
     shape = DecodeShape(8, 2)
-    cache, sequences = make(shape, (100_000,), room=0)
+    (longest,) = lengths(shape, (47.3,))
+    cache, sequences = make(shape, (longest,), room=0)
     stages = CudaStages(cache, sequences, OPTIONS)
     query = make_query(shape, 1)
     out = torch.empty_like(query)
@@ -82,7 +90,7 @@ def test_lengths_that_grow_into_a_shared_list() -> None:
         for _ in range(3):
             step()
     edge = 16 * (LEAST_SHARED * stages.plan.score_blocks + OPTIONS.recent_pages)
-    for length in (0, 17, 50_000, edge - 16, edge, edge + 16 * GROUP_PAGES, 99_999, 17, 100_000):
+    for length in (0, 17, longest // 2, edge - 16, edge, edge + 16 * GROUP_PAGES, longest - 1, 17, longest):
         sequences.seq_lens.fill_(length)
         graph.replay()
         torch.cuda.synchronize()

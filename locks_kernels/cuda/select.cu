@@ -1,7 +1,7 @@
 // Select: combine the group's scores and keep the best pages, exactly, in one launch whatever the data (select_keys.cuh).
 //
-// One cluster of CLUSTER blocks per (sequence, KV head); each block takes a slice of the pages.  The scorer left its partial
-// log-sum-exps, so the scores are read once.
+// One cluster of CLUSTER blocks per (sequence, KV head); each block takes a slice of the pages.  The scorer left log-sum-exps
+// and least scores by warp, so the scores are read once.
 //
 // A step's selection at small contexts is a chain of latencies, so one warp does what 16 would do again.  Asking the kept pages
 // into the second-level cache from here (cp.async.bulk.prefetch) was tried and made the step 5 us slower: it ends only with them.
@@ -57,5 +57,5 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
         if (lane == 0) scales[g] = found;
     }
     __syncthreads();
-    keep_best(search, histogram, page_keys, keys, scales, padded, ranked, tables, (sequence * kv_heads + head) * table_pages + sink_pages);
+    keep_best(search, histogram, page_keys, keys, scales, padded, ranked, tables, static_cast<uint32>(sequence * kv_heads + head) * table_pages + sink_pages);
 }

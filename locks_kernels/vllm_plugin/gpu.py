@@ -66,7 +66,8 @@ class LocksMetadata(FlashAttentionMetadata):
     decodes  rows in front that decode one token each
     stages   for them, of no layer yet
     prefill  the rows behind them; None where there are none
-    summaries_ready  no row in front can rank a page that this batch completes for another
+    summaries_ready  no row in front ranks a page that this batch completes for another, save one that shares the page with a
+        prompt whose last chunk is one token: it may rank that page by what its record held before, in this step
     """
 
     decodes: int = 0

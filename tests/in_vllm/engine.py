@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-LOGPROBS = 2
+LOGPROBS = 5
 
 
 def watch(worker) -> None:
