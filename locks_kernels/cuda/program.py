@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +58,17 @@ def compile_cubin(source: str, macros: Mapping[str, object], arch: str) -> bytes
             file.write(hashlib.sha256(binary).digest() + binary)
         os.replace(file.name, cached)  # whole or not at all, also with two processes
     return binary
+
+
+def unavailable(device: torch.device, capability: tuple[int, int], what: str) -> str | None:
+    """Why kernels that need `what`, known from a compute capability on, cannot run on a device; None if they can."""
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    if torch.cuda.get_device_capability(device) < capability:
+        return f"needs compute capability {capability[0]}.{capability[1]} or newer ({what})"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "needs cuda-core: pip install 'locks-bench[cuda]'"
+    return None
 
 
 def architecture(device: torch.device) -> str:

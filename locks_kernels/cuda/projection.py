@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from functools import cache
 
 import torch
 
 from locks_kernels.cuda.inputs import check_tensor
-from locks_kernels.cuda.program import Kernel
+from locks_kernels.cuda.program import Kernel, unavailable
 from locks_kernels.layer_ops import NORM_EPSILON, NewToken
 
 EPILOGUES = {"none": 0, "bias": 1, "add": 2, "silu_mul": 3, "qkv": 4, "qkv_bias": 5}
@@ -22,10 +21,8 @@ RING_BYTES = 65536  # of a block: some kernels ahead share an SM, each with its 
 
 def unsupported(width: int, device: torch.device) -> str | None:
     """Why vectors of `width` channels cannot be multiplied on `device`; None if they can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        return "needs compute capability 9.0 or newer (bulk copies)"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "needs cuda-core: pip install 'locks-bench[cuda]'"
+    if reason := unavailable(device, (9, 0), "bulk copies"):
+        return reason
     if width % (8 * WARPS):
         return f"{width} channels do not divide into {WARPS} runs of 16-byte loads"
     return None

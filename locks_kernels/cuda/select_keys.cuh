@@ -10,9 +10,8 @@
 // many of them to send: a round also finds the smallest and the largest key that it counts, and if they are the same nothing is left
 // to narrow down.
 //
-// At small contexts this is a chain of latencies (measured: about 1,000 cycles a barrier round over a cluster), so the passes over
-// the keys take four at a time and skip where none matters.  Counting the first digits in the pass that makes the keys was tried: it
-// is 0.4 us slower.
+// At small contexts this is a chain of latencies (about 1,000 cycles a barrier round over a cluster), so the passes over the keys take
+// four at a time and skip where none matters.
 #pragma once
 #include "work_list.cuh"
 
@@ -142,15 +141,13 @@ __device__ __forceinline__ void keep_best(Search<BLOCKS>& memory, uint32* histog
         constexpr int HALF = BLOCKS > 1 ? BLOCKS / 2 : 1;
         const int from = BLOCKS > 1 ? tid % 2 * HALF : 0;
         uint32 parts[HALF];
-        {  // two threads a bin
 #pragma unroll
-            for (int block = 0; block < HALF; ++block) parts[block] = load_from_block<BLOCKS>(&memory.block_totals[round][tid / 2], from + block);
-            uint32 sum = 0;
+        for (int block = 0; block < HALF; ++block) parts[block] = load_from_block<BLOCKS>(&memory.block_totals[round][tid / 2], from + block);
+        uint32 total = 0;
 #pragma unroll
-            for (int block = 0; block < HALF; ++block) sum += parts[block];
-            if (BLOCKS > 1) sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-            memory.totals[tid / 2] = sum;
-        }
+        for (int block = 0; block < HALF; ++block) total += parts[block];
+        if (BLOCKS > 1) total += __shfl_xor_sync(ALL_LANES, total, 1);
+        memory.totals[tid / 2] = total;
         __syncthreads();
         if (warp == 0) {
             constexpr int OWN = BINS / 32;  // bins of a lane

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from locks_kernels.cache import PagedCache, Sequences
@@ -19,7 +17,7 @@ from locks_kernels.cuda.launch import (
     STEP_WARPS,
     Launch,
 )
-from locks_kernels.cuda.program import Kernel
+from locks_kernels.cuda.program import Kernel, unavailable
 from locks_kernels.decode import AppendScore, Stages, WholeStep
 from locks_kernels.shapes import DecodeShape, SelectOptions
 
@@ -63,12 +61,8 @@ class CudaStages:
         self._make_kernels(device)
 
     def _fits(self, cache: PagedCache, sequences: Sequences, options: SelectOptions) -> bool:
-        return (self.cache.shape, self.sequences.block_table.shape, self.options, self.cache.keys.device) == (
-            cache.shape,
-            sequences.block_table.shape,
-            options,
-            cache.keys.device,
-        )
+        own = self.cache.shape, self.sequences.block_table.shape, self.options, self.cache.keys.device
+        return own == (cache.shape, sequences.block_table.shape, options, cache.keys.device)
 
     def _make_kernels(self, device: torch.device) -> None:
         plan, shape = self.plan, self.cache.shape
@@ -104,15 +98,11 @@ class CudaStages:
     @staticmethod
     def unsupported(cache: PagedCache, sequences: Sequences | None = None) -> str | None:
         device = cache.keys.device
-        if device.type != "cuda":
-            return "needs a CUDA device"
-        if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-            return "needs compute capability 8.0 or newer (int8 tensor cores, asynchronous copies)"
-        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-            return "needs cuda-core: pip install 'locks-bench[cuda]'"
+        if reason := unavailable(device, (8, 0), "int8 tensor cores, asynchronous copies"):
+            return reason
         batch, max_pages = (sequences.batch, sequences.max_pages) if sequences else (1, 1)
         plan = plan_on(device, cache.shape, batch, max_pages, table_pages=1)
-        return plan.unsupported(PORTABLE_CLUSTER if capability >= (9, 0) else 1)
+        return plan.unsupported(PORTABLE_CLUSTER if torch.cuda.get_device_capability(device) >= (9, 0) else 1)
 
     def _check_token(self, **tensors: torch.Tensor) -> None:
         check_token(self.cache, self.sequences.batch, **tensors)
