@@ -17,7 +17,6 @@ from rich.console import Console
 from harness.engine.cells import EngineBackend, EngineCase
 from harness.engine.meter import open_meter
 from harness.engine.run import EngineOptions, run_engines
-from harness.engine.window import Ladder, Uneven, Window
 from harness.errors import UserError
 from harness.record import Outcome, Record
 from harness.rerun import case_of
@@ -30,7 +29,6 @@ from reports.payload import page_data
 from reports.rows import rows
 from reports.table import latency_report
 
-WINDOW = Window(warm=2, rounds=3, round_tokens=4)
 BOTH = ("cpu-attn", "locks")
 
 
@@ -53,26 +51,8 @@ def sweep(tmp_path: Path) -> Callable[..., tuple[list[Record], list[Event]]]:
     return run
 
 
-def ladder(engine: FakeEngine, ctx: int = 2048, slack: int = 100) -> Ladder:
-    return Ladder(engine, ctx, WINDOW, slack, lambda number, length: [7] * length, engine.clock_ns)
-
-
 def outcomes(records: list[Record]) -> dict[tuple[str, int, int], str]:
     return {(record.backend, record.case["ctx"], record.case["batch"]): str(record.outcome) for record in records}
-
-
-def test_the_slope_is_the_time_of_a_decode_step_and_nothing_else() -> None:
-    engine = FakeEngine()
-    climbing = ladder(engine)
-    one, four = climbing.measure(1), climbing.measure(4)
-    assert one.rounds_ns == [[STEP_NS]] * WINDOW.rounds
-    assert four.rounds_ns == [[4 * STEP_NS]] * WINDOW.rounds
-    assert one.ttft_ns == four.ttft_ns == 2 * CHUNK_NS  # 2033 tokens in chunks of 1024, alone
-    assert (one.last_context, four.last_context) == (2048, 2048)
-    assert one.longest_context == 2048 < four.longest_context <= 2048 + 100
-    assert engine.prefilled == [f"2048-{number}" for number in range(4)]  # each once
-    climbing.close()
-    assert not engine.running and len(engine.cancelled) == 4
 
 
 def test_a_batch_alone_outlives_the_prompts_of_its_newest_sequence(sweep: Callable[..., Any]) -> None:
@@ -89,33 +69,6 @@ def test_texts_of_one_model_are_no_reference_for_another(sweep: Callable[..., An
     other = _with("wrong", FakeEngine())  # its texts differ from those of the first
     records, _ = sweep(found, ("cpu-attn",), FakeHost({"cpu-attn": [FakeEngine(), other]}))
     assert [record.outcome for record in records] == [Outcome.OK] * 2
-
-
-def test_prompts_are_made_before_anything_decodes() -> None:
-    """An engine decodes on while its client makes prompts: the oldest sequence would run out of tokens."""
-    engine = FakeEngine()
-
-    def slowly(number: int, length: int) -> list[int]:
-        for _ in range(200 if engine.running else 0):
-            engine.step()
-        return [7] * length
-
-    climbing = Ladder(engine, 2048, WINDOW, 100, slowly, engine.clock_ns, most=4)
-    assert (climbing.measure(1).batch, climbing.measure(4).batch) == (1, 4)
-
-
-def test_a_step_that_leaves_a_sequence_out_gives_no_time() -> None:
-    engine = FakeEngine()
-    engine.preempts = True
-    with pytest.raises(Uneven, match="2 of 3 sequences"):
-        ladder(engine).measure(3)
-
-
-def test_prompts_stay_within_what_the_model_is_made_for() -> None:
-    engine = FakeEngine()
-    engine.max_tokens = 2048
-    timed = ladder(engine).measure(1)
-    assert timed.last_context == 1948  # slack for the batches that follow
 
 
 def test_records_are_complete_and_cells_share_an_engine(sweep: Callable[..., Any]) -> None:
