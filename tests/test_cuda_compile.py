@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from locks_kernels.cuda import projection
-from locks_kernels.cuda.launch import ATTEND_RING, RESERVED_SHARED_BYTES, SELECT_STATIC_BYTES, SELECT_THREADS, Launch
+from locks_kernels.cuda.launch import ATTEND_RING, SELECT_THREADS, Launch
 from locks_kernels.cuda.program import compile_cubin
 from locks_kernels.shapes import DecodeShape
 
@@ -35,7 +35,7 @@ SHAPES = {
 }
 # Bytes that are spilled all the same: two whole columns of a 64-token page are 128 registers; what the scorer's appending warps
 # keep for their next token.
-SPILLS = {("build", "long pages", "sm_100a"): 80} | {("score", name, "sm_100a"): 24 for name in ("llama", "glm", "mqa")}
+SPILLS = {("build", "long pages"): 80, ("score", "llama"): 8, ("score", "glm"): 16, ("score", "mqa"): 16}  # all of sm_100a
 # kernel: most registers a thread, by shape
 REGISTERS = {
     "score": {"llama": 96, "glm": 96, "mqa": 96, "wide": 128, "narrow": 96, "long pages": 112},
@@ -122,7 +122,8 @@ def test_kernels_compile_do_not_spill_and_wait(name: str, arch: str, tmp_path: P
         waits = before_the_wait(binary, tmp_path)
         for kernel, (registers, stack, _) in resources(binary, tmp_path).items():
             kernels.add(kernel)
-            assert stack <= SPILLS.get((kernel, name, arch), 0), f"{kernel} spills {stack} bytes with {macros}"
+            spilled = SPILLS.get((kernel, name), 0) if arch == "sm_100a" else 0
+            assert stack <= spilled, f"{kernel} spills {stack} bytes with {macros}"
             assert registers <= REGISTERS[kernel][name], f"{kernel} takes {registers} registers with {macros}"
             if arch != "sm_80":
                 assert waits[kernel] <= Counter(BEFORE_THE_WAIT[kernel]), f"{kernel} before its wait: {waits[kernel]}"
@@ -156,12 +157,13 @@ def test_a_step_that_starts_early_reads_lengths_table_and_records(
     assert set(memory_instructions(early)) == {"LDG.E", "UBLKCP.S.G"}
 
 
-def test_the_selection_fits_beside_the_scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an H200 at 128K, in registers and shared memory, so that it is there when the last score is written.
+@pytest.mark.parametrize("pages", (8192, 65_536))
+def test_the_selection_fits_beside_the_scorer(pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 at 128K and 1M, in registers and shared memory, so that it is there when the last score is written.
 
     Not with twice the warps, which groups over 4 and ranks below 8 take: there the arithmetic is worth more."""
     monkeypatch.setenv("LOCKS_KERNEL_CACHE", str(tmp_path / "cache"))
-    plan = Launch(SHAPES["llama"], 1, 8192, 2048 // SHAPES["llama"].page_size, 132, SHARED_BYTES["sm_90a"])
+    plan = Launch(SHAPES["llama"], 1, pages, 2048 // SHAPES["llama"].page_size, 132, SHARED_BYTES["sm_90a"])
     cluster = plan.select_cluster(16)
     score, select = (
         resources(compile_cubin(source, macros, "sm_90a"), tmp_path)
@@ -171,8 +173,8 @@ def test_the_selection_fits_beside_the_scorer(tmp_path: Path, monkeypatch: pytes
     for warps, (registers, *_) in ((plan.score_threads // 32, score["score"]), (SELECT_THREADS // 32, select["select_pages"])):
         of_partition += -(-warps // 4) * 32 * (-(-registers // 8) * 8)
     assert of_partition <= 16384
-    shared = plan.score_ring_bytes + plan.select_shared_bytes(cluster) + RESERVED_SHARED_BYTES + SELECT_STATIC_BYTES
-    assert shared <= 228 << 10
+    static = score["score"][2] + select["select_pages"][2] + 2 * 1024  # a KB of each block is the driver's
+    assert plan.score_ring_bytes + plan.select_shared_bytes(cluster) + static <= 228 << 10
 
 
 # columns, epilogue, norm, D: most registers a thread.  Up to 128, two blocks share an SM.

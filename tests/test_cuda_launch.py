@@ -148,3 +148,12 @@ def test_stages_that_append_beside_the_scoring_are_three_launches(starts_early: 
         launch()
     assert [call[0] for call in stages.method_calls] == ["append_score", "select", "attend"]
     assert stages.append_score.call_args.args == (*token[:3], starts_early)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "batch", "pages", "blocks"),
+    [(8, 1, 8192, 4), (8, 1, 65_536, 8), (4, 1, 65_536, 16), (8, 16, 65_536, 2), (8, 1, 1 << 19, 16)],
+)
+def test_blocks_of_the_selection(kv_heads: int, batch: int, pages: int, blocks: int) -> None:
+    """As measured at 128K and 1M; tables that do not fit 8 blocks take more in any case."""
+    assert plan_of("H200", DecodeShape(4 * kv_heads, kv_heads), batch, pages).select_cluster(16) == blocks

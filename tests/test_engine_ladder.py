@@ -11,7 +11,7 @@ WINDOW = Window(warm=2, rounds=3, round_tokens=4)
 
 
 def ladder(engine: FakeEngine, ctx: int = 2048, slack: int = 100) -> Ladder:
-    return Ladder(engine, ctx, WINDOW, slack, lambda number, length: [7] * length, engine.clock_ns)
+    return Ladder(engine, ctx, WINDOW, slack, lambda number, length: [7] * length, engine.clock_ns, most=4)
 
 
 def test_the_slope_is_the_time_of_a_decode_step_and_nothing_else() -> None:

@@ -94,14 +94,14 @@ class Ladder:
         slack: int,
         make_prompt: Callable[[int, int], list[int]],
         clock_ns: Callable[[], int],
+        most: int,
         on_round: Callable[[], None] = lambda: None,
-        most: int = 0,
     ) -> None:
-        """slack: see slack_tokens.  make_prompt: of a sequence's number and length.  on_round: at the end of each round, while
-        the engine goes on; what it costs is in the next round if the engine has to wait for it.  most: of the batches to come;
-        so many prompts are made now, since the engine decodes on while a later one is made."""
+        """slack: see slack_tokens.  make_prompt: of a sequence's number and length.  most: of the batches to come; the prompts
+        of those that fit are made now, since the engine would decode on while a later one is made.  on_round: at the end of
+        each round, while the engine goes on; what it costs is in the next round if the engine has to wait for it."""
         self.engine, self.ctx, self.window, self.clock_ns, self.on_round = engine, ctx, window, clock_ns, on_round
-        self._make_prompt, self._total = make_prompt, window.tokens + slack
+        self._total = window.tokens + slack
         self._length = ctx - window.tokens - max(0, ctx + slack - engine.max_tokens)
         self._got: dict[str, int] = {}
         self._ttft_ns: float | None = None
@@ -109,7 +109,8 @@ class Ladder:
             raise DoesNotFit(
                 f"a context of {ctx} tokens is shorter than the {window.tokens} that are timed; use a longer --ctx"
             )
-        self._prompts = {number: make_prompt(number, self._length) for number in range(most)}
+        fits = largest_batch(engine, self._length + self._total, most)
+        self._prompts = [make_prompt(number, self._length) for number in range(fits)]
 
     def measure(self, batch: int) -> Timed:
         """At a batch that is no smaller than the one before."""
@@ -145,8 +146,7 @@ class Ladder:
     def _fill(self, batch: int) -> None:
         """Add sequences up to `batch` and wait until all of them have a token."""
         idle = not self._got
-        numbers = range(len(self._got), batch)
-        prompts = [self._prompts.pop(n) if n in self._prompts else self._make_prompt(n, self._length) for n in numbers]
+        prompts = self._prompts[len(self._got) : batch]
         if idle:  # its prompt alone is what its first token waits for
             start = self.clock_ns()
             self._submit(prompts.pop(0))

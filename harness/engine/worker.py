@@ -197,7 +197,7 @@ def _climb(
     readings: list[dict[str, Any]] = []
     ladder: Ladder | None = None
     fits = largest_batch(engine, ctx + slack, MOST_SEQUENCES)
-    most = max(min(batch or fits, fits) for batch in batches)
+    most = max(batch or fits for batch in batches)
     try:
         for batch in batches:
             cell = (ctx, batch)
@@ -209,7 +209,7 @@ def _climb(
             readings.clear()
             try:
                 ladder = ladder or Ladder(
-                    engine, ctx, job.window, slack, _prompts(job, ctx), clock_ns, lambda: readings.append(meter()), most
+                    engine, ctx, job.window, slack, _prompts(job, ctx), clock_ns, most, lambda: readings.append(meter())
                 )
                 if wanted < 1:
                     raise DoesNotFit(f"not one sequence of {ctx:,} tokens fits in the engine's cache")
