@@ -80,11 +80,14 @@ def _score_kernel(
     offs_n = tl.arange(0, PACK * GROUP_PAD)
     mask_n = offs_n % GROUP_PAD < GROUP
     from_d = offs_d if PROJECT else offs_w % WIDTH
-    q_ptr = query_ptr + b * stride_qb + (h * GROUP + offs_n % GROUP_PAD)[None, :] * stride_qh + from_d[:, None]
-    weight = tl.load(q_ptr, mask=mask_n[None, :], other=0.0).to(OPERAND)
+    q_ptr = query_ptr + b * stride_qb + (h * GROUP + offs_n % GROUP_PAD)[:, None] * stride_qh + from_d[None, :]
+    weight = tl.load(q_ptr, mask=mask_n[:, None], other=0.0).to(OPERAND)
     if PROJECT:
-        a_ptr = axes_ptr + h * (HEAD_DIM * WIDTH) + offs_d[None, :] * WIDTH + (offs_w % WIDTH)[:, None]
-        weight = tl.dot(tl.load(a_ptr).to(OPERAND), weight).to(OPERAND)
+        # Queries first: with the axes first this is a product of 64 rows, which a warpgroup takes, as the one in the loop.  Of
+        # two such in a row ptxas 12.8 (Triton 3.6) gave the second an operand from a register that nothing had set.
+        a_ptr = axes_ptr + h * (HEAD_DIM * WIDTH) + offs_d[:, None] * WIDTH + (offs_w % WIDTH)[None, :]
+        weight = tl.dot(weight, tl.load(a_ptr).to(OPERAND)).to(OPERAND)
+    weight = tl.trans(weight)
     if PACK > 1:
         weight = tl.where((offs_w // WIDTH)[:, None] == (offs_n // GROUP_PAD)[None, :], weight, 0.0).to(OPERAND)
 
