@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 TOP = 5  # likeliest tokens of each position that are kept
-# Nats between two right backends in bfloat16.  In 30 layers of the loader's random weights, whose logits have a deviation of 1,
-# rounding is worth 0.08 to 0.11; one page in sixteen left out 0.25 and more in each of four texts, and in most of them another
-# token at once.  Logits of a trained model reach 20 and more, where bfloat16 itself has steps of 0.125.
-TOLERANCE = 0.2
+# Nats between two right backends in bfloat16.  In 32 layers of the loader's random weights, whose logits have a deviation of 1,
+# rounding is worth 0.12 between LOCKS and FlashAttention 3, and 0.25 between that and FlashInfer; one page in sixteen left out
+# is another token at once in most of four texts.  Logits of a trained model reach 20 and more, where bfloat16 itself has steps
+# of 0.125.
+TOLERANCE = 0.4
 TRAINED_TOLERANCE = 0.6
 
 

@@ -1,7 +1,7 @@
 """The plugin in vLLM on a GPU: full graphs, mixed batches, and the engine's own attention as the truth.
 
-The model has the attention of Llama-3.1-8B and random weights (gpu_model.py).  bfloat16: two runs may part where the two best
-tokens are nearly as likely, and only there.
+The model has the attention of Llama-3.1-8B and random weights (gpu_model.py).  bfloat16: two runs may part where tokens are
+nearly as likely, and only there.  They do: 31 tokens behind the first prompt four are within 0.07 nats.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from probe import SCORE_SHARE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 CONTEXT = 16384
-GAP = 0.2  # nats: FlashAttention's rounding against ours moves one by up to 0.11 in this model
-SAME_BATCHES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # an engine process begins with as many prompts as it has by then
-SPARSE_GAP = 0.3  # where rounding may also exchange the last page that is kept for the next one
+GAP = 0.3  # nats: FLASH_ATTN in two processes parts at ties of up to 0.13 in this model, compiled and eager at 0.19
 OUTPUT_ERROR = 0.02  # relative, bfloat16
 LENGTHS = (16000, 9000, 5003, 300, 16001)  # prefilled 2048 at a time, so that short ones decode among chunks of long ones
 ROUNDS = [
@@ -70,8 +68,7 @@ def eager() -> dict[str, Any]:
 
 def run(name: str, settings: object, **args: Any) -> dict[str, Any]:
     out = model() / f"{name}.json"
-    args = {**COMMON, "attention_backend": "CUSTOM", **args}
-    return served.result(model(), ROUNDS, out, settings, watch=True, environment=SAME_BATCHES, **args)
+    return served.result(model(), ROUNDS, out, settings, watch=True, **{**COMMON, "attention_backend": "CUSTOM", **args})
 
 
 def probed(name: str, settings: dict[str, Any], rounds: list[dict[str, Any]] = ROUNDS[:1], **args: Any) -> dict[str, Any]:
@@ -82,8 +79,8 @@ def probed(name: str, settings: dict[str, Any], rounds: list[dict[str, Any]] = R
     return told
 
 
-def apart(one: dict[str, Any], other: dict[str, Any], gap: float = GAP) -> list[str]:
-    return [line for a, b in zip(one["rounds"], other["rounds"], strict=True) for line in served.differing(a, b, gap)]
+def apart(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [line for a, b in zip(one["rounds"], other["rounds"], strict=True) for line in served.differing(a, b, GAP)]
 
 
 def assert_best_pages(told: dict[str, Any]) -> None:
@@ -108,7 +105,7 @@ def test_min_context_of_the_context_is_the_engine_own_attention() -> None:
 
 def test_decoding_is_replayed_from_full_graphs() -> None:
     assert sparse()["full_graphs"] >= 40  # at least the last round's
-    assert apart(sparse(), dense(), SPARSE_GAP) != []  # or the budget changes nothing and the tests here show nothing
+    assert apart(sparse(), dense()) != []  # or the budget changes nothing and the tests here show nothing
 
 
 @pytest.mark.parametrize(("name", "args"), [("graphs", {}), ("single", EAGER), ("uncompiled", {"enforce_eager": True})])
