@@ -98,14 +98,15 @@ def store_summaries(
     mask_r = (offs_r < RANK)[None, :] & mask_p[:, None]  # [BLOCK_P, ROWS]
     half_ptr = record_ptr.to(tl.pointer_type(tl.int16))
 
-    # centroid, natural order of channels
+    # centroid, natural order of channels; divided exactly, since a mean of bfloat16 keys may lie just between two steps
     centre_even = tl.sum(even, 1) / PAGE
     centre_odd = tl.sum(odd, 1) / PAGE
     largest = tl.maximum(tl.max(tl.abs(centre_even), 1), tl.max(tl.abs(centre_odd), 1))
     scale, bits = _bf16_scale(largest, 127.0)
     tl.store(half_ptr + AT_CENTROID_SCALE // 2, bits, mask=mask_p)
     centroid = tl.join(
-        _quantise(centre_even / scale[:, None], -127.0, 127.0), _quantise(centre_odd / scale[:, None], -127.0, 127.0)
+        _quantise(tl.div_rn(centre_even, scale[:, None]), -127.0, 127.0),
+        _quantise(tl.div_rn(centre_odd, scale[:, None]), -127.0, 127.0),
     )
     byte_ptr = record_ptr[:, None, None] + AT_CENTROID + 2 * offs_c[None, :, None] + tl.arange(0, 2)[None, None, :]
     tl.store(byte_ptr, centroid.to(tl.uint8), mask=mask_p[:, None, None])
