@@ -46,7 +46,8 @@ class FakeEngine:
         self.wanted: dict[str, int] = {}
         self.prefilled: list[str] = []
         self.cancelled: list[str] = []
-        self.preempts = self.repeats_differ = self.wrong = self.closed = False
+        self.preempts = self.repeats_differ = self.closed = False
+        self.off_nats = 0.0  # what its texts differ by from others
         self.dies_at: int | None = None
         self.flash_attention: int | None = None
         self._texts = itertools.count()
@@ -89,8 +90,8 @@ class FakeEngine:
     def texts(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Text]:
         made = []
         for prompt in prompts:
-            moved = 0.01 * next(self._texts) if self.repeats_differ else 0.0
-            if self.wrong or (self.sparse and self.selects and len(prompt) > 512):
+            moved = self.off_nats + (0.01 * next(self._texts) if self.repeats_differ else 0.0)
+            if self.sparse and self.selects and len(prompt) > 512:
                 moved += 1.0
             first = prompt[0] % 1000
             made.append(Text(len(prompt), [first] * tokens, [[(first, -1.0 - moved), (first + 1, -2.0)]] * tokens))

@@ -66,9 +66,20 @@ def test_a_batch_alone_outlives_the_prompts_of_its_newest_sequence(sweep: Callab
 
 def test_texts_of_one_model_are_no_reference_for_another(sweep: Callable[..., Any]) -> None:
     found = [engine_case(), engine_case(seed=1)]
-    other = _with("wrong", FakeEngine())  # its texts differ from those of the first
+    other = _with("off_nats", FakeEngine(), 1.0)  # its texts differ from those of the first
     records, _ = sweep(found, ("cpu-attn",), FakeHost({"cpu-attn": [FakeEngine(), other]}))
     assert [record.outcome for record in records] == [Outcome.OK] * 2
+
+
+def test_texts_may_differ_by_more_where_other_kernels_prefill(sweep: Callable[..., Any]) -> None:
+    names = ("fa3", "flashinfer", "locks")
+    for off_nats, wanted in ((0.3, ["OK", "OK", "INCORRECT"]), (0.5, ["OK", "INCORRECT", "INCORRECT"]), (0.1, ["OK"] * 3)):
+        first, *others = FakeEngine(), FakeEngine(), FakeEngine(sparse=True)
+        first.flash_attention = 3
+        engines = dict(zip(names, [first, *(_with("off_nats", engine, off_nats) for engine in others)], strict=True))
+        host = FakeHost({name: [engine] for name, engine in engines.items()})
+        records, _ = sweep([engine_case(seed=int(100 * off_nats))], names, host)
+        assert [str(record.outcome) for record in records] == wanted
 
 
 def test_records_are_complete_and_cells_share_an_engine(sweep: Callable[..., Any]) -> None:
@@ -151,7 +162,7 @@ def test_a_sparse_backend_alone_is_checked_against_an_engine_started_for_that(sw
     [
         (lambda: FakeEngine(sparse=False), "fell back"),
         (lambda: FakeEngine(sparse=True, selects=False), "nothing was selected"),
-        (lambda: _with("wrong", FakeEngine(sparse=True)), "differs from the dense engine's by 1.00 nats"),
+        (lambda: _with("off_nats", FakeEngine(sparse=True), 1.0), "differs from the dense engine's by 1.00 nats"),
         (lambda: _with("repeats_differ", FakeEngine(sparse=True)), "another text the second time"),
     ],
 )

@@ -44,13 +44,14 @@ class EngineCase(Case):
 @dataclass(frozen=True)
 class EngineBackend:
     """An attention backend of vLLM.  attention: what `--attention-backend` of vLLM takes, by device; dense: full attention;
-    flash_attention: the version that the name promises.
+    flash_attention: the version that the name promises; prefills_like: dense ones that have the same kernels for prompts.
     """
 
     name: str
     attention: dict[str, str]
     dense: bool = True
     flash_attention: int | None = None
+    prefills_like: tuple[str, ...] = ()
 
     def unavailable(self, device: str) -> str | None:
         """Why it cannot run here, with the pip command that helps, or None."""
@@ -96,7 +97,7 @@ BACKENDS = {
         EngineBackend("triton-attn", {"cuda": "TRITON_ATTN"}),
         EngineBackend("cpu-attn", {"cpu": "CPU_ATTN"}),
         # A CPU's vLLM takes no other name; the plugin puts itself in its place when it is asked for.
-        EngineBackend("locks", {"cuda": "CUSTOM", "cpu": "CPU_ATTN"}, dense=False),
+        EngineBackend("locks", {"cuda": "CUSTOM", "cpu": "CPU_ATTN"}, dense=False, prefills_like=("fa3", "cpu-attn")),
     )
 }
 

@@ -19,7 +19,7 @@ from harness.engine.gate import prompt_lengths
 from harness.engine.host import EngineProcess, Host, TimedOut
 from harness.engine.model import read_folder
 from harness.engine.record import TIMER, blank, outcome_of
-from harness.engine.texts import Text
+from harness.engine.texts import Reference, Text
 from harness.engine.worker import Broken, Cell, Checked, EngineJob
 from harness.errors import UserError
 from harness.record import Outcome, Record
@@ -110,8 +110,8 @@ class _Sweep:
                     self._all(todo, name, outcome, f"no dense engine to compare its texts with: {reason}")
                     continue
             texts = self._engines(name, todo, cases, folder, reference)
-            if reference is None and not sparse:
-                reference = texts
+            if reference is None and not sparse and texts is not None:
+                reference = Reference(name, texts)
 
     def _found(self, case: EngineCase, name: str) -> bool:
         record = self.store.find(self._key(case, name))
@@ -124,14 +124,14 @@ class _Sweep:
     def _key(self, case: EngineCase, name: str) -> str:
         return resume_key(case, name, BACKENDS[name].version(), self.environment, TIMER, "layers")
 
-    def _known_texts(self, cases: list[EngineCase], lengths: list[int]) -> list[Text] | None:
+    def _known_texts(self, cases: list[EngineCase], lengths: list[int]) -> Reference | None:
         """Of a dense engine of these cases that was measured before, if it was asked the same."""
         for (case, name), record in self.records.items():
             texts = [Text.of(text) for text in (record.gate or {}).get("texts", [])]
             if case not in cases or not BACKENDS[name].dense or record.outcome is not Outcome.OK:
                 continue
             if [text.prompt_tokens for text in texts] == lengths:
-                return texts
+                return Reference(name, texts)
         return None
 
     def _refused(self, case: EngineCase, name: str) -> bool:
@@ -142,14 +142,14 @@ class _Sweep:
             self._all([case], name, Outcome.OOM, reason)
         return reason is not None
 
-    def _reference(self, cases: list[EngineCase], folder: Path) -> tuple[list[Text] | None, Outcome, str]:
+    def _reference(self, cases: list[EngineCase], folder: Path) -> tuple[Reference | None, Outcome, str]:
         """Texts of a dense engine that is started for nothing else; or None, how the last one ended, and why there are none."""
         outcome, reasons = Outcome.SKIPPED, []
         for name in DEFAULT_BACKENDS[cases[0].device]:
             if BACKENDS[name].dense:
                 texts, outcome, reason = self._texts_of(name, cases, folder)
                 if texts is not None:
-                    return texts, outcome, reason
+                    return Reference(name, texts), outcome, reason
                 reasons.append(f"{name}: {reason}")
         return None, outcome, "; ".join(reasons)
 
@@ -173,7 +173,7 @@ class _Sweep:
         return None, outcome, f"{broken} (log: {log.parent.name}/{log.name})"
 
     def _engines(
-        self, name: str, todo: list[EngineCase], cases: list[EngineCase], folder: Path, reference: list[Text] | None
+        self, name: str, todo: list[EngineCase], cases: list[EngineCase], folder: Path, reference: Reference | None
     ) -> list[Text] | None:
         """Engines of one backend until every cell has its outcome; another one only after a cell took the last with it."""
         waiting, texts = {cell_of(case): case for case in todo}, None
@@ -197,7 +197,7 @@ class _Sweep:
         return texts
 
     def _job(
-        self, name: str, cells: list[Cell], cases: list[EngineCase], folder: Path, reference: list[Text] | None
+        self, name: str, cells: list[Cell], cases: list[EngineCase], folder: Path, reference: Reference | None
     ) -> EngineJob:
         case, own = cases[0], self.engine_options.model_folder
         all_cells = [cell_of(one) for one in cases]

@@ -24,7 +24,7 @@ from harness.engine.driver import Engine, VllmEngine
 from harness.engine.gate import check, prompt_lengths
 from harness.engine.meter import open_meter
 from harness.engine.model import write_folder
-from harness.engine.texts import TOLERANCE, TRAINED_TOLERANCE, Text
+from harness.engine.texts import SAME_PREFILL_TOLERANCE, TOLERANCE, TRAINED_TOLERANCE, Reference, Text
 from harness.engine.window import (
     MOST_SEQUENCES,
     DoesNotFit,
@@ -52,7 +52,7 @@ class EngineJob:
     settings_of   all cells of the command: they decide how the engine is set up, so that it is the same for every backend
     arguments     of vllm.LLM, all but those that follow from the cells
     environment   variables to set before vLLM is imported; None removes one
-    reference     texts of a dense engine to compare with
+    reference     to compare its texts with
     stop_at       of time.time(): no cell begins after it
     """
 
@@ -69,7 +69,7 @@ class EngineJob:
     window: Window
     arguments: dict[str, Any]
     environment: dict[str, str | None]
-    reference: list[Text] | None = None
+    reference: Reference | None = None
     stop_at: float | None = None
     gpu_uuid: str | None = None
 
@@ -170,8 +170,8 @@ def run(
         say(Started(description, engine.blocks, engine.block_size, time.monotonic() - start))
         when = "while its texts were checked"
         lengths = prompt_lengths(job.budget, max(ctx for ctx, _ in job.settings_of))
-        tolerance = TOLERANCE if job.model_folder is None else TRAINED_TOLERANCE
-        gate = check(engine, description["layers"], job.sparse, job.reference, lengths, _prompts(job, 0), tolerance)
+        texts = None if job.reference is None else job.reference.texts
+        gate = check(engine, description["layers"], job.sparse, texts, lengths, _prompts(job, 0), _tolerance(job))
         say(Checked(gate.record, gate.texts, gate.reason))
         if gate.reason is None:
             when = "while it was timed"
@@ -221,6 +221,14 @@ def _climb(
     finally:
         if ladder is not None:
             ladder.close()
+
+
+def _tolerance(job: EngineJob) -> float:
+    """What the engine's texts and those it is compared with may differ by, in nats."""
+    if job.model_folder is not None:
+        return TRAINED_TOLERANCE
+    alike = job.reference is not None and job.reference.backend in BACKENDS[job.backend].prefills_like
+    return SAME_PREFILL_TOLERANCE if alike else TOLERANCE
 
 
 def _arguments(job: EngineJob) -> dict[str, Any]:
