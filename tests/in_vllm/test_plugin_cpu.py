@@ -158,6 +158,23 @@ def test_summaries_follow_blocks_that_are_used_again(bench: Bench) -> None:
     assert max(used["summary_error"], fresh["summary_error"]) < 1e-5
 
 
+def test_tensor_parallel_says_the_same(bench: Bench) -> None:
+    """Three processes with a KV head each.  (Two stages of a pipeline: vLLM's CPU build 0.32.0 dies of them by itself.)"""
+    alone = bench.run("alone", '{"budget": 128}', blocks=52, longest=640, watch=True)
+    divided = served.result(
+        bench.model,
+        bench.alone(),
+        bench.folder / "divided.json",
+        '{"budget": 128}',
+        watch=True,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|0|0"},  # also where cores are fewer than processes
+        tensor_parallel_size=3,
+        **{**COMMON, "kv_cache_memory_bytes": 52 * LAYERS * PAGE_BYTES, "max_model_len": 640},
+    )
+    assert divided["rounds"][0]["tokens"] == alone["rounds"][0]["tokens"]
+    assert divided["complete_pages"] == alone["complete_pages"] and divided["summary_error"] < 1e-5
+
+
 @pytest.mark.parametrize(
     ("settings", "args", "words"),
     [
