@@ -24,7 +24,8 @@ from probe import SCORE_SHARE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 CONTEXT = 16384
-GAP = 0.3  # nats: FLASH_ATTN in two processes parts at ties of up to 0.13 in this model, compiled and eager at 0.19
+GAP = 0.2  # nats: FLASH_ATTN in two processes parts at ties of up to 0.13 in this model, and so it does from the plugin
+SPARSE_GAP = 0.3  # where rounding may also exchange the last page that is kept for the next one
 OUTPUT_ERROR = 0.02  # relative, bfloat16
 LENGTHS = (16000, 9000, 5003, 300, 16001)  # prefilled 2048 at a time, so that short ones decode among chunks of long ones
 ROUNDS = [
@@ -79,8 +80,8 @@ def probed(name: str, settings: dict[str, Any], rounds: list[dict[str, Any]] = R
     return told
 
 
-def apart(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [line for a, b in zip(one["rounds"], other["rounds"], strict=True) for line in served.differing(a, b, GAP)]
+def apart(one: dict[str, Any], other: dict[str, Any], gap: float = GAP) -> list[str]:
+    return [line for a, b in zip(one["rounds"], other["rounds"], strict=True) for line in served.differing(a, b, gap)]
 
 
 def assert_best_pages(told: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ def test_min_context_of_the_context_is_the_engine_own_attention() -> None:
 
 def test_decoding_is_replayed_from_full_graphs() -> None:
     assert sparse()["full_graphs"] >= 40  # at least the last round's
-    assert apart(sparse(), dense()) != []  # or the budget changes nothing and the tests here show nothing
+    assert apart(sparse(), dense(), SPARSE_GAP) != []  # or the budget changes nothing and the tests here show nothing
 
 
 @pytest.mark.parametrize(("name", "args"), [("graphs", {}), ("single", EAGER), ("uncompiled", {"enforce_eager": True})])
